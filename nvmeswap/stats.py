@@ -1,0 +1,70 @@
+"""Frozen snapshots of counters, units in their names. Each is returned by some object's `stats()`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """One engine since it was opened. Byte counts are bytes moved by the kernel, padding included."""
+
+    read_direct_nbytes: int
+    read_buffered_nbytes: int
+    write_direct_nbytes: int
+    write_buffered_nbytes: int
+    bounced_nbytes: int
+    request_count: int
+    block_count: int
+    retry_count: int
+    error_count: int
+    in_flight_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """Slots of one pool: `free_count + in_use_count == slot_count` always."""
+
+    slot_count: int
+    free_count: int
+    in_use_count: int
+    slot_nbytes: int
+    wait_count: int
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """One rank's folder. `allocated_nbytes` is the size of its .swp files."""
+
+    allocated_nbytes: int
+    read_nbytes: int
+    write_nbytes: int
+    verified_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ParamStats:
+    """Parameter shards. A hit is a fetch whose bytes were in RAM already, prefetched ones included."""
+
+    nvme_nbytes: int
+    ram_nbytes: int
+    cached_nbytes: int
+    fetch_count: int
+    hit_count: int
+    prefetch_count: int
+    stall_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerStats:
+    """Optimizer steps. `stall_s` is time in `step()` spent waiting for the disk, `update_s` time spent
+    computing; `hit_count` counts sub-groups found in RAM."""
+
+    sub_group_count: int
+    step_count: int
+    hit_count: int
+    step_s: float
+    stall_s: float
+    update_s: float
+    gradient_nbytes: int

@@ -1,0 +1,304 @@
+"""`SwappedAdamW`: torch.optim.AdamW with its state on NVMe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from nvmeswap.config import AioConfig, SwapBlock, check_folder
+from nvmeswap.errors import SwapUsageError
+from nvmeswap.stats import OptimizerStats
+from nvmeswap.swap.home import ParameterHome, ResidentHome
+from nvmeswap.swap.optimizer import PipelinedOptimizerSwapper, SubGroup
+from nvmeswap.swap.pieces import AdamWOptions, adamw_update
+from nvmeswap.swap.space import Placement, PoolRequest, SwapSpace, new_run_name
+from nvmeswap.swap.sub_group import Segment, SubGroupLayout
+
+# 4 Mi elements: 48 MiB a read, far above what a drive needs for full speed, and 150 MiB for three.
+DEFAULT_SUB_GROUP_NUMEL = 4 << 20
+DEFAULT_BUFFER_COUNT = 3
+STATES = ("exp_avg", "exp_avg_sq")
+MASTER = "master"
+
+
+class SwappedAdamW(Optimizer):
+    """AdamW whose fp32 state lives on NVMe and is in memory only while it is updated.
+
+    The update is torch's fused kernel on the CPU: parameters are equal, bit for bit, to those of
+    `torch.optim.AdamW(params, fused=True)`. bf16 parameters get an fp32 master on NVMe, too.
+
+        optimizer = SwappedAdamW(model.parameters(), lr=1e-3, nvme_path="/mnt/nvme")
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.close()
+
+    Args: as torch.optim.AdamW; `nvme_path`, an existing folder; `sub_group_size`, the most elements
+    read, updated and written together; `buffer_count`, how many of those are in memory (3 overlap
+    all three); `pin_memory`, page-lock them; `swap` and `aio`, as in the JSON.
+    Raises: SwapPathError, SwapBudgetError, SwapSpaceError on construction; SwapReadError or
+    SwapWriteError in `step`, which can be called again and goes on where it stopped.
+    Blocking: `step` waits for the disk, but for the last writes; `flush` waits for those.
+    Threads: the training loop's only.
+    Not for parameters that are swapped themselves: that is `nvmeswap.zero3.shard`.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        maximize: bool = False,
+        nvme_path: str | Path,
+        sub_group_size: int = DEFAULT_SUB_GROUP_NUMEL,
+        buffer_count: int = DEFAULT_BUFFER_COUNT,
+        pin_memory: bool = True,
+        swap: SwapBlock | None = None,
+        aio: AioConfig | None = None,
+    ) -> None:
+        check_folder(Path(nvme_path), key="nvme_path")
+        self._begin(params, lr, betas, eps, weight_decay, maximize, ResidentHome())
+        layouts = self.lay_out(sub_group_size)
+        classes = PipelinedOptimizerSwapper.slot_classes(layouts, buffer_count)
+        self._space: SwapSpace | None = SwapSpace(
+            Placement(Path(nvme_path), new_run_name()),
+            {"optimizer": PoolRequest(classes)},
+            swap=swap or SwapBlock(),  # type: ignore[call-arg]
+            aio=aio or AioConfig(),  # type: ignore[call-arg]
+            pin_memory=pin_memory,
+        )
+        self.attach(
+            PipelinedOptimizerSwapper(
+                layouts,
+                store=self._space.store,
+                pool=self._space.pools["optimizer"],
+                timeout_s=self._space.timeout_s,
+            )
+        )
+
+    @classmethod
+    def over(
+        cls,
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        home: ParameterHome,
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        maximize: bool = False,
+    ) -> SwappedAdamW:
+        """For plugs: an optimizer over a home of theirs. `lay_out` and `attach` must follow."""
+        optimizer = cls.__new__(cls)
+        optimizer._begin(params, lr, betas, eps, weight_decay, maximize, home)
+        return optimizer
+
+    def _begin(
+        self,
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        maximize: bool,
+        home: ParameterHome,
+    ) -> None:
+        self._home = home
+        self._space = None
+        self._swapper: PipelinedOptimizerSwapper | None = None
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
+                    "maximize": maximize}
+        super().__init__(params, defaults)
+        self._by_key = {home.key_of(p): (p, group) for group, p in self._trained()}
+
+    def lay_out(self, sub_group_numel: int) -> list[SubGroupLayout]:
+        """The sub-groups of all parameters that require gradients, in the order of the groups."""
+        items = [self._home.item(parameter, STATES) for _, parameter in self._trained()]
+        return PipelinedOptimizerSwapper.lay_out(items, sub_group_numel)
+
+    def attach(self, swapper: PipelinedOptimizerSwapper) -> None:
+        """Use `swapper`, laid out by `lay_out`, and write the first state: masters as the parameters
+        are, moments zero, steps zero."""
+        self._swapper = swapper
+
+        def initial(key: str, name: str, start: int, stop: int) -> torch.Tensor | None:
+            if name != MASTER:
+                return None
+            return self._home.initial_values(self._by_key[key][0])[start:stop]
+
+        swapper.initialise(initial)
+
+    # --- torch.optim.Optimizer ----------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """One update of every parameter that has a gradient.
+
+        After an error nothing is lost: the next call goes on with the sub-groups that are left.
+        """
+        if closure is not None:
+            raise SwapUsageError("step(closure) is not served",
+                                 fix="compute the loss and call backward() before step()")
+        swapper = self._attached()
+        self._home.before_step()
+        with_gradient = {
+            key: gradient
+            for key, (parameter, _) in self._by_key.items()
+            if (gradient := self._home.gradient(parameter)) is not None
+        }
+        if not swapper.in_step:
+            for key in with_gradient:
+                state = self.state[self._by_key[key][0]]
+                state["step"] = state.get("step", torch.tensor(0.0)) + 1
+
+        def visit(sub_group: SubGroup) -> None:
+            for segment in sub_group.layout.segments:
+                gradient = with_gradient.get(segment.key)
+                if gradient is not None:
+                    self._update(sub_group, segment, gradient[segment.start : segment.stop])
+
+        swapper.walk(
+            visit,
+            needed=lambda group: any(s.key in with_gradient for s in group.layout.segments),
+        )
+        self._home.after_step()
+
+    def _update(self, sub_group: SubGroup, segment: Segment, gradient: torch.Tensor) -> None:
+        """Update one segment and hand its new values to the parameter."""
+        parameter, group = self._by_key[segment.key]
+        in_place = self._home.master_in_place(parameter)
+        if in_place is None:
+            master = sub_group.state_of(segment, MASTER)
+        else:
+            master = in_place[segment.start : segment.stop]
+        output = sub_group.output_of(segment)
+        adamw_update(
+            master,
+            gradient,
+            sub_group.state_of(segment, "exp_avg"),
+            sub_group.state_of(segment, "exp_avg_sq"),
+            step=int(self.state[parameter]["step"].item()),
+            options=_options(group),
+            output=output,
+        )
+        if in_place is None:
+            values = master if output is None else output
+            self._attached().written_with(
+                sub_group, lambda: self._home.publish(parameter, segment.start, values)
+            )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; gradients that are kept on the host are forgotten (or zeroed), too."""
+        super().zero_grad(set_to_none)
+        self._home.zero_gradients(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's, but only while the optimizer is being built."""
+        if self._swapper is not None:
+            raise SwapUsageError("a group can't be added to a swapped optimizer that is in use",
+                                 fix="give all groups to the constructor")
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's: `step`, `exp_avg`, `exp_avg_sq`, and `master` where there is one, all read
+        into host memory."""
+        swapper = self._attached()
+        swapper.flush()
+        try:
+            for key, (parameter, _) in self._by_key.items():
+                state = self.state.get(parameter)
+                if state:
+                    numel = self._home.item(parameter, STATES).numel
+                    for name in (MASTER, *STATES):
+                        if numel == 0 or swapper.has_state(key, name):
+                            flat = swapper.read_state(key, name, numel)
+                            state[name] = self._home.state_like(parameter, flat)
+            return super().state_dict()
+        finally:
+            self._forget_moments()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's. Where the state has a master, the parameter gets its values."""
+        swapper = self._attached()
+        steps_only = {
+            index: {name: value for name, value in state.items() if name == "step"}
+            for index, state in state_dict["state"].items()
+        }
+        super().load_state_dict({**state_dict, "state": steps_only})
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        for parameter, index in zip(parameters, saved, strict=True):
+            state = state_dict["state"].get(index)
+            if state is None or not parameter.requires_grad:
+                continue
+            self._load_one(swapper, parameter, state)
+
+    def _load_one(
+        self, swapper: PipelinedOptimizerSwapper, parameter: torch.Tensor, state: dict[str, Any]
+    ) -> None:
+        key = self._home.key_of(parameter)
+        moments = {name: state[name] for name in (MASTER, *STATES) if name in state}
+        swapper.write_state(key, moments)
+        if MASTER in moments:
+            values = moments[MASTER].detach().reshape(-1).to(parameter.dtype).to("cpu")
+            for request in self._home.publish(parameter, 0, values):
+                request.wait()
+
+    def _forget_moments(self) -> None:
+        for state in self.state.values():
+            for name in (MASTER, *STATES):
+                state.pop(name, None)
+
+    # --- beyond torch -------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Wait until all state is on NVMe; raises what went wrong."""
+        self._attached().flush()
+
+    def stats(self) -> OptimizerStats:
+        """Counters since the start."""
+        return self._attached().stats()
+
+    def close(self) -> None:
+        """Remove the swap files and give the memory back; the optimizer can't be used after it."""
+        self._swapper = None
+        space, self._space = self._space, None
+        if space is not None:
+            space.close()
+
+    @property
+    def swapper(self) -> PipelinedOptimizerSwapper:
+        """The state's swapper."""
+        return self._attached()
+
+    def _attached(self) -> PipelinedOptimizerSwapper:
+        if self._swapper is None:
+            raise SwapUsageError("this optimizer is closed", fix="build a new one")
+        return self._swapper
+
+    def _trained(self) -> Iterable[tuple[dict[str, Any], torch.Tensor]]:
+        return [
+            (group, parameter)
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad
+        ]
+
+
+def _options(group: dict[str, Any]) -> AdamWOptions:
+    beta1, beta2 = group["betas"]
+    return AdamWOptions(
+        lr=float(group["lr"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=float(group["eps"]),
+        weight_decay=float(group["weight_decay"]),
+        maximize=bool(group["maximize"]),
+    )

@@ -1,0 +1,70 @@
+"""Gradients in host memory, as they come, until the optimizer has used them."""
+
+from __future__ import annotations
+
+import torch
+
+
+class HostGradients:
+    """One flat gradient for each key, added up over micro-batches in order of arrival.
+
+    A gradient on the host is kept as it is (no copy; the first one of a boundary is adopted). One on
+    a GPU is copied to the memory given by `use_memory`, asynchronously on the current stream.
+
+    Threads: one at a time. Adding happens in the gradient's own dtype, as torch's `grad += new`.
+    """
+
+    def __init__(self) -> None:
+        self._host_memory: dict[str, torch.Tensor] = {}
+        self._gradients: dict[str, torch.Tensor] = {}
+        self._arrived: dict[str, torch.cuda.Event] = {}
+
+    def use_memory(self, host_memory: dict[str, torch.Tensor]) -> None:
+        """Page-locked tensors, flat, by key, for gradients that come from a GPU."""
+        self._host_memory = host_memory
+
+    def add(self, key: str, gradient: torch.Tensor) -> None:
+        """Add a gradient (flat or shaped, any device) for `key`; on a GPU it may still be copied on
+        return, and its memory must not be reused before the current stream has passed this point."""
+        flat = gradient.detach().reshape(-1)
+        held = self._gradients.get(key)
+        if held is not None:
+            self._wait(key)
+            held.add_(flat.to("cpu", held.dtype))
+        elif flat.is_cuda:
+            memory = self._host_memory.get(key)
+            host = torch.empty_like(flat, device="cpu") if memory is None else memory
+            host.copy_(flat, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self._arrived[key] = event
+            self._gradients[key] = host
+        else:
+            self._gradients[key] = flat
+
+    def get(self, key: str) -> torch.Tensor | None:
+        """The sum so far, flat in host memory, or None; waits for a copy under way."""
+        self._wait(key)
+        return self._gradients.get(key)
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        for key in list(self._arrived):
+            self._wait(key)
+        self._gradients.clear()
+
+    def zero(self) -> None:
+        """Make all gradients zero, in place."""
+        for key, gradient in self._gradients.items():
+            self._wait(key)
+            gradient.zero_()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gradients held."""
+        return sum(gradient.nbytes for gradient in self._gradients.values())
+
+    def _wait(self, key: str) -> None:
+        event = self._arrived.pop(key, None)
+        if event is not None:
+            event.synchronize()

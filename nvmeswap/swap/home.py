@@ -1,0 +1,118 @@
+"""Where the parameters of a swapped optimizer live: the optimizer's only view of them.
+
+`ResidentHome` is for parameters that stay in memory. The ZeRO-3 plug has its own, whose parameters
+are sharded and on NVMe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from nvmeswap.errors import SwapUsageError
+from nvmeswap.store.store import StoreRequest
+from nvmeswap.swap.sub_group import STATE_DTYPE, StateItem
+
+
+class ParameterHome(Protocol):
+    """What an optimizer needs of its parameters, by key. All tensors are flat and on the host."""
+
+    def key_of(self, parameter: torch.Tensor) -> str:
+        """The stable name under which the parameter's state is stored."""
+
+    def item(self, parameter: torch.Tensor, states: Sequence[str]) -> StateItem:
+        """How its optimizer state is to be laid out; `states` are the update's own."""
+
+    def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Its gradient now, any floating dtype, or None."""
+
+    def master_in_place(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The parameter's own memory if the update is made right there, else None."""
+
+    def initial_values(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Its values for the first master, flat, any dtype and device."""
+
+    def publish(
+        self, parameter: torch.Tensor, start: int, values: torch.Tensor
+    ) -> list[StoreRequest]:
+        """Make `values` its elements from `start` on; they stay unchanged until the returned
+        requests are done."""
+
+    def state_like(self, parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+        """A flat state in the shape that a state_dict shows."""
+
+    def before_step(self) -> None:
+        """Called first in each step; raises if the gradients are not to be used."""
+
+    def after_step(self) -> None:
+        """Called when all parameters have their new values."""
+
+    def zero_gradients(self, *, set_to_none: bool) -> None:
+        """Forget or zero the gradients that are not in `parameter.grad`."""
+
+
+class ResidentHome:
+    """Parameters in memory, on the CPU or a GPU; gradients in `parameter.grad`.
+
+    fp32 parameters on the CPU are their own master. Others (bf16, or on a GPU) have an fp32 master
+    beside their moments, and get its rounded values.
+    """
+
+    def __init__(self) -> None:
+        self._keys: dict[torch.Tensor, str] = {}
+
+    def key_of(self, parameter: torch.Tensor) -> str:
+        return self._keys.setdefault(parameter, f"param.{len(self._keys)}")
+
+    def item(self, parameter: torch.Tensor, states: Sequence[str]) -> StateItem:
+        _refuse_odd(parameter)
+        if self.master_in_place(parameter) is not None:
+            return StateItem(self.key_of(parameter), parameter.numel(), tuple(states), None)
+        output = None if parameter.dtype is STATE_DTYPE else parameter.dtype
+        names = ("master", *states)
+        return StateItem(self.key_of(parameter), parameter.numel(), names, output)
+
+    def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        gradient = parameter.grad
+        if gradient is None:
+            return None
+        if gradient.is_sparse:
+            raise SwapUsageError("sparse gradients are not served",
+                                 fix="build the embedding with sparse=False")
+        return gradient.detach().reshape(-1).to("cpu")
+
+    def master_in_place(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        if parameter.dtype is STATE_DTYPE and parameter.device.type == "cpu":
+            return parameter.detach().view(-1)
+        return None
+
+    def initial_values(self, parameter: torch.Tensor) -> torch.Tensor:
+        return parameter.detach().view(-1)
+
+    def publish(
+        self, parameter: torch.Tensor, start: int, values: torch.Tensor
+    ) -> list[StoreRequest]:
+        parameter.detach().view(-1)[start : start + values.numel()].copy_(values)
+        return []
+
+    def state_like(self, parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+        return flat.view(parameter.shape)
+
+    def before_step(self) -> None: ...
+
+    def after_step(self) -> None: ...
+
+    def zero_gradients(self, *, set_to_none: bool) -> None: ...
+
+
+def _refuse_odd(parameter: torch.Tensor) -> None:
+    if not parameter.is_floating_point():
+        raise SwapUsageError(f"a {parameter.dtype} parameter can't be trained by AdamW",
+                             fix="leave it out, or set requires_grad_(False)")
+    if not parameter.is_contiguous():
+        raise SwapUsageError(
+            f"a parameter of shape {tuple(parameter.shape)} and stride {parameter.stride()} is not "
+            "contiguous", fix="make it contiguous before the optimizer is built",
+        )

@@ -1,0 +1,328 @@
+"""Parameter shards: on NVMe between uses, in host memory around them.
+
+A shard is read ahead of its use by the plan of the last step, copied out at its use, and either kept
+(`max_in_cpu`) or dropped. Reading ahead takes free slots only. A use that finds no free slot evicts
+the clean shard that is needed last, so that it never waits behind what was read ahead for others.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+
+from nvmeswap.errors import SwapUsageError
+from nvmeswap.io.engine import Lane
+from nvmeswap.memory.budget import slot_classes
+from nvmeswap.memory.pool import Pool, SlotClass
+from nvmeswap.memory.slot import Slot
+from nvmeswap.stats import ParamStats
+from nvmeswap.store.manifest import TensorSpec
+from nvmeswap.store.store import Store, StoreRequest
+from nvmeswap.swap.plan import Plan
+from nvmeswap.swap.shard import Resident, ShardSpec, ShardState
+
+PARAMS_FILE = "params.swp"
+
+
+@dataclass(frozen=True, slots=True)
+class ParamPlacement:
+    """Which shards go to NVMe, and how much host memory serves them.
+
+    `min_swap_nbytes`: smaller shards stay in host memory. `buffer_count`: slots per size class.
+    `largest_slot_numel`: a larger shard is streamed. `max_in_cpu`: elements kept between uses.
+    """
+
+    on_nvme: bool
+    min_swap_nbytes: int
+    buffer_count: int
+    largest_slot_numel: int
+    max_in_cpu: int
+
+    def swaps(self, spec: ShardSpec) -> bool:
+        """True if the shard's home is NVMe; empty shards have none."""
+        return self.on_nvme and spec.nbytes >= max(1, self.min_swap_nbytes)
+
+    def slot_nbytes(self, spec: ShardSpec) -> int:
+        return min(spec.numel, self.largest_slot_numel) * spec.dtype.itemsize
+
+    def slot_classes(self, specs: Iterable[ShardSpec]) -> list[SlotClass]:
+        """Slots for `buffer_count` shards of each size in flight and `max_in_cpu` elements kept; in
+        the cpu tier, one slot for every shard."""
+        if not self.on_nvme:
+            return slot_classes([spec.nbytes for spec in specs], count=1 << 62)
+        swapped = [spec for spec in specs if self.swaps(spec)]
+        sizes = [self.slot_nbytes(spec) for spec in swapped]
+        everything = slot_classes(sizes, count=1 << 62)
+        kept_nbytes = self.max_in_cpu * max((s.dtype.itemsize for s in swapped), default=0)
+        classes = []
+        for wanted in reversed(everything):
+            extra = min(max(0, wanted.count - self.buffer_count), kept_nbytes // wanted.nbytes)
+            kept_nbytes -= extra * wanted.nbytes
+            count = min(wanted.count, self.buffer_count) + extra
+            classes.append(SlotClass(wanted.nbytes, count))
+        return classes[::-1]
+
+
+class _Shard(Resident):
+    """A shard with its location: `ram` is its values in host memory, None when its home is NVMe."""
+
+    __slots__ = ("ram", "spec")
+
+    def __init__(self, spec: ShardSpec, ram: torch.Tensor | None) -> None:
+        super().__init__(spec.key)
+        self.spec = spec
+        self.ram = ram
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The shard's elements in its slot."""
+        assert self.state is ShardState.CLEAN and self.slot is not None
+        return self.slot.memory[: self.spec.nbytes].view(self.spec.dtype)
+
+
+class PartitionedParamSwapper:
+    """Parameter shards by key: written once, fetched at each use, updated by the optimizer.
+
+        swapper = PartitionedParamSwapper(specs, placement, store=store, pool=pool, timeout_s=60)
+        swapper.write(key, values)
+        swapper.fetch(key, out)          # at each use, in any order
+        swapper.update(key, 0, values)   # by the optimizer
+        swapper.end_step()               # from here on reads run ahead of the uses
+
+    Args: `specs` in order of first use; `store` and `pool` may be None when nothing is swapped.
+    Raises: SwapReadError and its kin when a shard can't be read, SwapPoolTimeoutError when no slot
+    comes free in `timeout_s`.
+    Blocking: `fetch`, `read` and `write` wait for the disk; `update` does not.
+    Threads: safe; one lock, held while a demanded read is waited for.
+    Ownership: the pool's slots are this object's; store and pool are closed by their owner.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[ShardSpec],
+        placement: ParamPlacement,
+        *,
+        store: Store | None,
+        pool: Pool | None,
+        timeout_s: float,
+    ) -> None:
+        self._placement = placement
+        self._store = store
+        self._pool = pool
+        self._timeout_s = timeout_s
+        self._lock = threading.RLock()
+        self._plan = Plan()
+        self._kept: dict[str, _Shard] = {}
+        self._kept_numel = 0
+        self._shards = {spec.key: _Shard(spec, self._ram_for(spec)) for spec in specs}
+        self._fetch_count = self._hit_count = self._prefetch_count = 0
+        self._stall_s = 0.0
+        swapped = {
+            spec.key: TensorSpec(spec.dtype, (spec.numel,), (1,))
+            for spec in specs
+            if placement.swaps(spec)
+        }
+        if swapped:
+            assert store is not None and pool is not None
+            store.create_file(PARAMS_FILE, swapped)
+
+    def _ram_for(self, spec: ShardSpec) -> torch.Tensor | None:
+        if self._placement.swaps(spec):
+            return None
+        if spec.numel == 0 or self._placement.on_nvme:
+            return torch.empty(spec.numel, dtype=spec.dtype)
+        assert self._pool is not None
+        slot = self._pool.acquire(spec.nbytes, holder=spec.key, timeout_s=0)
+        return slot.memory[: spec.nbytes].view(spec.dtype)
+
+    # --- values in and out --------------------------------------------------------------------
+
+    def fetch(self, key: str, out: torch.Tensor) -> None:
+        """Copy a shard into `out` (flat, the shard's dtype, any device): a use, noted in the plan.
+
+        On a CUDA device the copy is queued on the current stream, and the slot is held until that
+        copy is done. Afterwards reads for the next uses are started.
+        """
+        with self._lock:
+            shard = self._shard(key)
+            self._plan.use(key)
+            self._fetch_count += 1
+            self._copy_out(shard, out)
+            if shard.state is ShardState.CLEAN:
+                self._keep(shard)
+            self._read_ahead()
+
+    def read(self, key: str, out: torch.Tensor) -> None:
+        """Copy a shard into `out`, outside the plan (checkpoints, inspection)."""
+        with self._lock:
+            shard = self._shard(key)
+            known = shard.state
+            self._copy_out(shard, out)
+            if known is ShardState.ON_NVME and shard.state is ShardState.CLEAN:
+                self._evict(shard)
+
+    def write(self, key: str, values: torch.Tensor) -> None:
+        """Replace a whole shard by `values` (flat, any dtype and device); waits for the disk."""
+        with self._lock:
+            shard = self._shard(key)
+            _same_numel(shard.spec, values.numel(), 0)
+            host = values.detach().to(device="cpu", dtype=shard.spec.dtype).contiguous()
+            for request in self.update(key, 0, host):
+                request.wait(self._timeout_s)
+
+    def update(self, key: str, start: int, values: torch.Tensor) -> list[StoreRequest]:
+        """Replace the elements from `start` on by `values` (flat, host, the shard's dtype).
+
+        A copy in host memory is replaced at once; for NVMe the write is under way on return, and
+        `values` must stay unchanged until the returned requests are done.
+        """
+        with self._lock:
+            shard = self._shard(key)
+            _same_numel(shard.spec, values.numel(), start)
+            assert values.dtype is shard.spec.dtype and values.device.type == "cpu"
+            if values.numel() == 0:
+                return []
+            stop = start + values.numel()
+            if shard.ram is not None:
+                shard.wait_for_copies()
+                shard.ram[start:stop].copy_(values)
+                return []
+            if shard.state is ShardState.READING:
+                shard.finish_reading()
+            if shard.state is ShardState.CLEAN:
+                shard.wait_for_copies()
+                shard.values[start:stop].copy_(values)
+            assert self._store is not None
+            first_byte = start * values.itemsize
+            return [self._store.write(key, values, lane=Lane.WRITEBACK, first_byte=first_byte)]
+
+    def end_step(self) -> None:
+        """The optimizer step is over: what was recorded since the last call becomes the plan."""
+        with self._lock:
+            self._plan.end_step()
+
+    def stats(self) -> ParamStats:
+        """Counters since the start."""
+        with self._lock:
+            shards = self._shards.values()
+            return ParamStats(
+                nvme_nbytes=sum(s.spec.nbytes for s in shards if s.ram is None),
+                ram_nbytes=sum(s.spec.nbytes for s in shards if s.ram is not None),
+                cached_nbytes=sum(s.spec.nbytes for s in shards if s.state is ShardState.CLEAN),
+                fetch_count=self._fetch_count,
+                hit_count=self._hit_count,
+                prefetch_count=self._prefetch_count,
+                stall_s=self._stall_s,
+            )
+
+    def spec(self, key: str) -> ShardSpec:
+        """The shard's description; SwapUsageError for an unknown key."""
+        return self._shard(key).spec
+
+    # --- how ----------------------------------------------------------------------------------
+
+    def _shard(self, key: str) -> _Shard:
+        try:
+            return self._shards[key]
+        except KeyError:
+            raise SwapUsageError(f"no parameter shard is called {key!r}") from None
+
+    def _copy_out(self, shard: _Shard, out: torch.Tensor) -> None:
+        spec = shard.spec
+        assert out.dtype is spec.dtype and out.shape == (spec.numel,), f"{spec} into {out.shape}"
+        if shard.ram is not None:
+            shard.copy_to(out, shard.ram)
+            self._hit_count += 1
+            return
+        began = time.perf_counter()
+        if spec.numel > self._placement.largest_slot_numel:
+            self._stream(shard, out)
+            self._stall_s += time.perf_counter() - began
+            return
+        if shard.state is ShardState.ON_NVME:
+            slot = self._slot_for_demand(spec)
+            self._start_reading(shard, slot, Lane.DEMAND)
+        elif shard.state is ShardState.CLEAN or shard.requests[0].done():
+            self._hit_count += 1
+        if shard.state is ShardState.READING:
+            shard.finish_reading()
+        self._stall_s += time.perf_counter() - began
+        shard.copy_to(out, shard.values)
+
+    def _stream(self, shard: _Shard, out: torch.Tensor) -> None:
+        """A shard larger than every slot: the engine moves it block by block through its own."""
+        assert self._store is not None
+        host = out if out.device.type == "cpu" else torch.empty_like(out, device="cpu")
+        self._store.read(shard.key, host, lane=Lane.DEMAND).wait(self._timeout_s)
+        if host is not out:
+            out.copy_(host)
+
+    def _start_reading(self, shard: _Shard, slot: Slot, lane: Lane) -> None:
+        assert self._store is not None
+        try:
+            memory = slot.memory[: shard.spec.nbytes]
+            request = self._store.read(shard.key, memory, lane=lane)
+        except BaseException:
+            slot.release()
+            raise
+        shard.start_reading(slot, request)
+
+    def _slot_for_demand(self, spec: ShardSpec) -> Slot:
+        """A slot now: free, or taken from the resident of this size that is needed last."""
+        assert self._pool is not None
+        while (slot := self._pool.try_acquire(spec.nbytes, holder=spec.key)) is None:
+            same_class = [
+                shard
+                for shard in self._shards.values()
+                if shard.slot is not None
+                and shard.slot.nbytes == self._pool.class_nbytes(spec.nbytes)
+            ]
+            if not same_class:
+                return self._pool.acquire(
+                    spec.nbytes, holder=spec.key, timeout_s=self._timeout_s
+                )
+            victim = max(same_class, key=lambda shard: self._plan.next_use(shard.key))
+            if victim.state is ShardState.READING:
+                victim.finish_reading()
+            self._evict(victim)
+        return slot
+
+    def _read_ahead(self) -> None:
+        """Start reads for the next uses, as far as free slots go."""
+        if self._pool is None or not self._placement.on_nvme:
+            return
+        for key in islice(self._plan.upcoming(), 2 * self._pool.stats().slot_count):
+            shard = self._shards[key]
+            if (shard.ram is not None or shard.state is not ShardState.ON_NVME
+                    or shard.spec.numel > self._placement.largest_slot_numel):
+                continue
+            slot = self._pool.try_acquire(shard.spec.nbytes, holder=key)
+            if slot is None:
+                continue
+            self._start_reading(shard, slot, Lane.PREFETCH)
+            self._prefetch_count += 1
+
+    def _keep(self, shard: _Shard) -> None:
+        """Keep it after its use if `max_in_cpu` allows; over that, those needed last go first."""
+        if shard.key not in self._kept:
+            self._kept[shard.key] = shard
+            self._kept_numel += shard.spec.numel
+        while self._kept_numel > self._placement.max_in_cpu:
+            self._evict(max(self._kept.values(), key=lambda kept: self._plan.next_use(kept.key)))
+
+    def _evict(self, shard: _Shard) -> None:
+        if self._kept.pop(shard.key, None) is not None:
+            self._kept_numel -= shard.spec.numel
+        shard.drop_slot()
+
+
+def _same_numel(spec: ShardSpec, numel: int, start: int) -> None:
+    if start + numel > spec.numel:
+        raise SwapUsageError(
+            f"{spec.key} has {spec.numel} elements; {numel} from element {start} on don't fit"
+        )

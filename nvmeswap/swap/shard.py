@@ -1,0 +1,124 @@
+"""What is swapped, and in which state it can be. Read this file first.
+
+Vocabulary: a **shard** is one rank's flat part of a parameter; a **sub-group** is the optimizer
+state of some shards (or pieces of them), read, updated and written together. Both are *residents*:
+things whose home is an extent on NVMe and which hold a slot of host memory around their use.
+
+A plan decides when they move, and never whether the result is right.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import torch
+
+from nvmeswap.errors import SwapTimeoutError
+from nvmeswap.memory.slot import Slot
+from nvmeswap.store.store import StoreRequest
+
+
+class ShardState(enum.Enum):
+    """Where the newest bytes of a resident are, and who may touch its slot.
+
+    | state   | newest bytes | slot | may write the slot |
+    |---------|--------------|------|--------------------|
+    | ON_NVME | extent       | none | nobody             |
+    | READING | extent       | held | the engine         |
+    | CLEAN   | both         | held | nobody             |
+    | DIRTY   | slot         | held | its user           |
+    | WRITING | slot         | held | nobody             |
+    """
+
+    ON_NVME = "on_nvme"
+    READING = "reading"
+    CLEAN = "clean"
+    DIRTY = "dirty"
+    WRITING = "writing"
+
+
+LEGAL_MOVES: dict[ShardState, frozenset[ShardState]] = {
+    ShardState.ON_NVME: frozenset({ShardState.READING, ShardState.DIRTY}),  # swap_in | first fill
+    ShardState.READING: frozenset({ShardState.CLEAN, ShardState.ON_NVME}),  # done | error
+    ShardState.CLEAN: frozenset({ShardState.DIRTY, ShardState.ON_NVME}),  # update | evict
+    ShardState.DIRTY: frozenset({ShardState.WRITING, ShardState.ON_NVME}),  # swap_out | undo
+    ShardState.WRITING: frozenset({ShardState.CLEAN, ShardState.DIRTY}),  # done | error
+}
+
+
+@dataclass(eq=False, slots=True)
+class Resident:
+    """A thing with a home on NVMe: its key, its state, and its slot while it holds one.
+
+    `requests` are the transfers in flight for it; `copied` is the event of the last GPU copy out of
+    its memory. Not thread-safe: its swapper's lock guards it.
+    """
+
+    key: str
+    state: ShardState = ShardState.ON_NVME
+    slot: Slot | None = None
+    requests: list[StoreRequest] = field(default_factory=list)
+    copied: torch.cuda.Event | None = None
+
+    def move(self, to: ShardState) -> None:
+        """Change the state; the only place that does."""
+        assert to in LEGAL_MOVES[self.state], f"{self.key}: {self.state.name} -> {to.name}"
+        assert (self.slot is None) == (to is ShardState.ON_NVME), f"{self.key}: slot in {to.name}"
+        self.state = to
+
+    def start_reading(self, slot: Slot, request: StoreRequest) -> None:
+        """ON_NVME -> READING."""
+        self.slot, self.requests = slot, [request]
+        self.move(ShardState.READING)
+
+    def finish_reading(self) -> None:
+        """READING -> CLEAN; waits. On an error the slot is returned and the state is ON_NVME."""
+        assert self.state is ShardState.READING
+        try:
+            self.requests[0].wait()
+        except SwapTimeoutError:
+            raise  # the transfer may still land in the slot: keep both, waiting again is legal
+        except BaseException:
+            self.requests.clear()
+            self.drop_slot()
+            raise
+        self.requests.clear()
+        self.move(ShardState.CLEAN)
+
+    def drop_slot(self) -> None:
+        """To ON_NVME (evict, or a failed read); the slot is free again."""
+        slot, self.slot = self.slot, None
+        copied, self.copied = self.copied, None
+        self.move(ShardState.ON_NVME)
+        assert slot is not None
+        if copied is None:
+            slot.release()
+        else:
+            slot.release_after(copied)
+
+    def copy_to(self, out: torch.Tensor, values: torch.Tensor) -> None:
+        """Copy `values`, which lie in its memory, to `out`; on a GPU queued on the current stream."""
+        out.copy_(values, non_blocking=True)
+        if out.is_cuda:
+            self.copied = torch.cuda.Event()
+            self.copied.record()
+
+    def wait_for_copies(self) -> None:
+        """Before its memory is written: GPU copies out of it must be over."""
+        if self.copied is not None:
+            self.copied.synchronize()
+            self.copied = None
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSpec:
+    """One rank's flat part of a parameter as it is stored: `numel` elements of `dtype`."""
+
+    key: str
+    numel: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize

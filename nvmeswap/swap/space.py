@@ -1,0 +1,171 @@
+"""The swap space of one rank: engine, arena, pools and store, opened and closed together.
+
+Everything is taken at the start and in this order, so that what can't work is refused before
+anything was changed: budget, folder, engine, files, memory.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nvmeswap.config import AioConfig, SwapBlock
+from nvmeswap.io.engine import DirectMode, Engine
+from nvmeswap.io.probe import FolderProbe, probe_folder
+from nvmeswap.memory.arena import Arena
+from nvmeswap.memory.budget import preflight
+from nvmeswap.memory.pool import Pool, SlotClass
+from nvmeswap.store.store import Checksum, Store
+
+
+@dataclass(frozen=True, slots=True)
+class PoolRequest:
+    """Slots that a swapper asks for. `shrinks`: one slot a class is enough to work with."""
+
+    classes: Sequence[SlotClass]
+    shrinks: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        return Pool.nbytes_needed(self.classes)
+
+    @property
+    def smallest(self) -> PoolRequest:
+        if not self.shrinks:
+            return self
+        return PoolRequest([SlotClass(each.nbytes, 1) for each in self.classes])
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Whose swap space it is, and where. `folder` None: nothing goes to NVMe. `run` must be the
+    same on all ranks of a job and differ between jobs."""
+
+    folder: Path | None
+    run: str
+    rank: int = 0
+    world_size: int = 1
+
+
+class SwapSpace:
+    """Opens what the swappers of one rank share.
+
+    Args: `pools`, the slots asked for by name; over `swap.host_memory_nbytes` those that shrink do.
+    Raises: SwapBudgetError before any allocation; SwapPathError, SwapOwnerError, SwapSpaceError.
+    Blocking: construction probes the folder and populates memory. Threads: construct and close on one.
+    Ownership: owns engine, store, arena and pools; `close` ends them all, in reverse order.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        pools: Mapping[str, PoolRequest],
+        *,
+        swap: SwapBlock,
+        aio: AioConfig,
+        pin_memory: bool,
+    ) -> None:
+        self.timeout_s = swap.timeout_s
+        requests = fit(pools, swap.host_memory_nbytes, pin_memory=pin_memory)
+        self.probe: FolderProbe | None = None
+        self.engine: Engine | None = None
+        self.store: Store | None = None
+        self.arena: Arena | None = None
+        self.pools: dict[str, Pool | None] = {}
+        try:
+            if placement.folder is not None:
+                self._open_store(placement, swap, aio)
+            self._open_memory(requests, pin_memory)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open_store(self, placement: Placement, swap: SwapBlock, aio: AioConfig) -> None:
+        assert placement.folder is not None
+        direct = DirectMode[swap.direct.upper()]
+        self.probe = probe_folder(placement.folder, backend=swap.backend, direct=direct)
+        self.engine = Engine(
+            backend=self.probe.backend,
+            block_nbytes=aio.block_size,
+            queue_depth=aio.queue_depth,
+            thread_count=aio.intra_op_parallelism,
+        )
+        self.store = Store(
+            placement.folder,
+            run=placement.run,
+            rank=placement.rank,
+            world_size=placement.world_size,
+            engine=self.engine,
+            probe=self.probe,
+            checksum=Checksum[swap.checksum.upper()],
+            timeout_s=swap.timeout_s,
+        )
+
+    def _open_memory(self, requests: Mapping[str, PoolRequest], pin_memory: bool) -> None:
+        total_nbytes = sum(request.nbytes for request in requests.values())
+        if total_nbytes:
+            self.arena = Arena(total_nbytes, pin_memory=pin_memory)
+        begin = 0
+        for name, request in requests.items():
+            if not request.nbytes:
+                self.pools[name] = None
+                continue
+            assert self.arena is not None
+            memory = self.arena.memory[begin : begin + request.nbytes]
+            self.pools[name] = Pool(memory, request.classes, name=name)
+            begin += request.nbytes
+
+    def close(self) -> None:
+        """Wait for transfers in flight, remove the folder, give the memory back. Idempotent."""
+        store, self.store = self.store, None
+        engine, self.engine = self.engine, None
+        arena, self.arena = self.arena, None
+        try:
+            if store is not None:
+                store.close()
+        finally:
+            if engine is not None:
+                engine.close(self.timeout_s)
+            if arena is not None:
+                arena.close()
+
+
+def fit(
+    pools: Mapping[str, PoolRequest], budget_nbytes: int | None, *, pin_memory: bool
+) -> dict[str, PoolRequest]:
+    """The requests, with slots taken away one by one (from whichever class takes most) until they
+    fit the budget. Raises SwapBudgetError when even one slot a class does not."""
+    fitted = {name: list(request.classes) for name, request in pools.items()}
+
+    def total() -> int:
+        return sum(Pool.nbytes_needed(classes) for classes in fitted.values())
+
+    smallest_nbytes = sum(request.smallest.nbytes for request in pools.values())
+    while budget_nbytes is not None and total() > budget_nbytes:
+        candidates = [
+            (each.nbytes * each.count, name, index)
+            for name, classes in fitted.items()
+            for index, each in enumerate(classes)
+            if pools[name].shrinks and each.count > 1
+        ]
+        if not candidates:
+            break
+        _, name, index = max(candidates)
+        each = fitted[name][index]
+        fitted[name][index] = SlotClass(each.nbytes, each.count - 1)
+    preflight(
+        wanted_nbytes=total(),
+        smallest_nbytes=smallest_nbytes,
+        budget_nbytes=budget_nbytes,
+        pin_memory=pin_memory,
+        what="swap buffers (" + ", ".join(pools) + ")",
+    )
+    return {name: PoolRequest(classes, pools[name].shrinks) for name, classes in fitted.items()}
+
+
+def new_run_name() -> str:
+    """A name that no other job of this machine has: start time and process id."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"

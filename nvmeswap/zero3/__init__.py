@@ -1,0 +1,6 @@
+"""ZeRO-3 on PyTorch's own FSDP2, with parameters and optimizer state on NVMe."""
+
+from nvmeswap.zero3.swap import SwapStats, ZeroSwap
+from nvmeswap.zero3.wrap import shard
+
+__all__ = ["SwapStats", "ZeroSwap", "shard"]

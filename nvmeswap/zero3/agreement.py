@@ -1,0 +1,51 @@
+"""Errors that all ranks must learn of together.
+
+A rank that raised in the middle of a forward or backward would leave the others waiting in their
+next collective. So with more than one rank a failed read is kept, the pass goes on with NaN, and at
+the step's boundary all ranks raise, before any parameter was updated.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from nvmeswap.errors import SwapError, SwapPeerError
+
+
+class Agreement:
+    """Keeps this rank's first error until the ranks compare notes.
+
+    Threads: `report` from any, `raise_if_any_rank_failed` from the training loop's, on all ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self._group = group
+        self.device = device
+        self._world_size = dist.get_world_size(group)
+        self._error: SwapError | None = None
+
+    @property
+    def alone(self) -> bool:
+        """True with one rank, where errors are raised where they happen."""
+        return self._world_size == 1
+
+    def report(self, error: SwapError) -> None:
+        """Keep an error for the next boundary; the first one wins."""
+        if self._error is None:
+            self._error = error
+
+    def raise_if_any_rank_failed(self) -> None:
+        """One small all-gather; raises this rank's own error, or SwapPeerError naming the ranks."""
+        if self.alone:
+            return
+        error, self._error = self._error, None
+        mine = torch.tensor([error is not None], dtype=torch.uint8, device=self.device)
+        all_flags = torch.empty(self._world_size, dtype=torch.uint8, device=self.device)
+        dist.all_gather_into_tensor(all_flags, mine, group=self._group)
+        if error is not None:
+            raise error
+        failed = tuple(all_flags.nonzero().flatten().tolist())
+        if failed:
+            raise SwapPeerError("this step is void: a shard could not be read on another rank",
+                                ranks=failed, fix="see that rank's error; no parameter was updated")

@@ -1,0 +1,58 @@
+"""The parameters of a sharded model as nvmeswap sees them: one entry each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from nvmeswap.swap.shard import ShardSpec
+from nvmeswap.zero3 import fsdp
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """One parameter on this rank. `local` is its part while it is resident, None once swapped."""
+
+    key: str
+    parameter: nn.Parameter
+    record: Any
+    local: torch.Tensor | None
+    shape: torch.Size
+    padded_shape: torch.Size
+    store_dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    @property
+    def spec(self) -> ShardSpec:
+        return ShardSpec(self.key, self.numel, self.store_dtype)
+
+
+def entries_of(model: nn.Module) -> list[Entry]:
+    """An entry for each parameter of a model that `fully_shard` was applied to, tied ones once."""
+    # torch.compile and activation checkpointing wrap modules; keys are as without them.
+    names = {
+        id(parameter): name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+        for name, parameter in model.named_parameters()
+    }
+    entries = []
+    for record in fsdp.fsdp_params(model):
+        local = fsdp.local_tensor(record.sharded_param)
+        entries.append(
+            Entry(
+                key=names[id(record.sharded_param)],
+                parameter=record.sharded_param,
+                record=record,
+                local=local,
+                shape=local.shape,
+                padded_shape=record.padded_sharded_param_size,
+                store_dtype=fsdp.compute_dtype(record),
+            )
+        )
+    order = {name: place for place, name in enumerate(names.values())}
+    return sorted(entries, key=lambda entry: order[entry.key])

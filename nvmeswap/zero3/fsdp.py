@@ -1,0 +1,103 @@
+"""All that nvmeswap knows of FSDP2's inside: the only file with torch's private names.
+
+Written against torch 2.11 to 2.14 (docs/design.md, "FSDP2").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from nvmeswap.errors import SwapUsageError
+
+
+def shard_by_blocks(
+    model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy
+) -> None:
+    """`fully_shard` every element of the outermost ModuleLists and Sequentials that has parameters,
+    then the model. A model that is sharded already stays as its user did it."""
+    if isinstance(model, FSDPModule):
+        return
+    for block in _blocks(model):
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    children = list(module.children())
+    if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        for child in children:
+            if isinstance(child, (nn.ModuleList, nn.ModuleDict)):  # it has no forward of its own
+                yield from _blocks(child)
+            elif any(True for _ in child.parameters()):
+                yield child
+        return
+    for child in children:
+        yield from _blocks(child)
+
+
+def fsdp_modules(model: nn.Module) -> list[Any]:
+    """Every module that `fully_shard` was applied to."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def fsdp_params(model: nn.Module) -> list[Any]:
+    """FSDP2's record of every sharded parameter, in the order of the modules.
+
+    Raises SwapUsageError for settings of FSDP2 that swapped parameters can't serve.
+    """
+    records = []
+    for module in fsdp_modules(model):
+        for group in _param_groups(module):
+            if group is None:
+                continue
+            if group._use_post_forward_mesh:
+                raise SwapUsageError("reshard_after_forward=<int> keeps shards on the device",
+                                     fix="use reshard_after_forward True, False or None")
+            for record in group.fsdp_params:
+                if record.offload_to_cpu:
+                    raise SwapUsageError("CPUOffloadPolicy and nvmeswap both move the shards",
+                                         fix="leave offload_policy out of fully_shard")
+                records.append(record)
+    return records
+
+
+def _param_groups(module: Any) -> Sequence[Any]:
+    state = module._get_fsdp_state()
+    groups: Sequence[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    return [state._fsdp_param_group] if groups is None else groups  # torch 2.11 has one
+
+
+def local_tensor(parameter: nn.Parameter) -> torch.Tensor:
+    """The rank's own part of a sharded parameter or gradient, not a copy."""
+    local: torch.Tensor = parameter._local_tensor
+    return local
+
+
+def replace_local_tensor(
+    record: Any, local: torch.Tensor, padded_flat: torch.Tensor
+) -> None:
+    """Put `local` into the place of the rank's part, `padded_flat` into that of its padded copy
+    (read only if FSDP2 ever loses the all-gather methods). Nothing else holds what was there."""
+    record.sharded_param._local_tensor = local
+    record._sharded_param_data = padded_flat
+    record._init_extensions()
+
+
+def compute_dtype(record: Any) -> torch.dtype:
+    """The dtype that the all-gather is to have: the policy's for floating parameters."""
+    own: torch.dtype = record.sharded_param.dtype
+    wanted: torch.dtype | None = record.mp_policy.param_dtype
+    return own if wanted is None or not own.is_floating_point else wanted
+
+
+def reshard_all(model: nn.Module) -> None:
+    """Free every gathered parameter: the next forward gathers the new values. (FSDP2 keeps the
+    root's after a forward without backward, and would compute with the old ones.)"""
+    for module in fsdp_modules(model):
+        module.reshard()

@@ -1,0 +1,141 @@
+"""What `shard()` leaves behind: the swap space of one rank and everything in it."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+
+from nvmeswap.errors import SwapError, SwapUsageError
+from nvmeswap.stats import EngineStats, OptimizerStats, ParamStats, StoreStats
+from nvmeswap.swap.params import PartitionedParamSwapper
+from nvmeswap.swap.adamw import MASTER, SwappedAdamW
+from nvmeswap.swap.space import SwapSpace
+from nvmeswap.zero3 import fsdp
+from nvmeswap.zero3.agreement import Agreement
+from nvmeswap.zero3.entries import Entry
+from nvmeswap.zero3.home import ShardedHome
+from nvmeswap.zero3.tensor import ShardHandle, SwappedTensor, register_source
+
+
+@dataclass(frozen=True, slots=True)
+class SwapStats:
+    """All counters of one rank; None where nothing of the kind is swapped."""
+
+    engine: EngineStats | None
+    store: StoreStats | None
+    params: ParamStats | None
+    optimizer: OptimizerStats | None
+    arena_nbytes: int
+    locked_nbytes: int
+
+
+class ZeroSwap:
+    """`optimizer.swap`: the bytes of a model's swapped shards (a `ShardSource`), and their counters.
+
+    Threads: FSDP2 asks for shards from the thread that runs forward or backward; all else from the
+    training loop's.
+    """
+
+    def __init__(
+        self,
+        space: SwapSpace,
+        params: PartitionedParamSwapper | None,
+        optimizer: SwappedAdamW,
+        home: ShardedHome,
+        agreement: Agreement,
+    ) -> None:
+        self._space = space
+        self._params = params
+        # The optimizer holds this object; a cycle would keep the arena until the next collection.
+        self._optimizer = weakref.proxy(optimizer)
+        self._home = home
+        self._agreement = agreement
+        self._entries: dict[str, Entry] = {}
+        self._number = register_source(self)
+
+    def take_over(self, entry: Entry) -> None:
+        """Free a shard that has been written, and put a SwappedTensor in its place."""
+        assert entry.local is not None
+        handle = ShardHandle(self._number, entry.key)
+        dtype, device = entry.local.dtype, entry.local.device
+        local = SwappedTensor(handle, shape=entry.shape, dtype=dtype, device=device)
+        padded = SwappedTensor(
+            handle, shape=(entry.padded_shape.numel(),), dtype=dtype, device=device
+        )
+        entry.local = None
+        fsdp.replace_local_tensor(entry.record, local, padded)
+        self._entries[entry.key] = entry
+
+    # --- ShardSource --------------------------------------------------------------------------
+
+    def gather_input(self, key: str) -> torch.Tensor:
+        """Called by FSDP2 before an all-gather; a failed read gives NaN here and an error on all
+        ranks at the next `optimizer.step()`, or at once if there is one rank."""
+        entry = self._entry(key)
+        padded_numel = entry.padded_shape.numel()
+        flat = torch.empty(padded_numel, dtype=entry.store_dtype, device=_device_of(entry))
+        assert self._params is not None
+        try:
+            self._params.fetch(key, flat[: entry.numel])
+        except SwapError as error:
+            if self._agreement.alone:
+                raise
+            self._agreement.report(error)
+            flat.fill_(float("nan") if flat.is_floating_point() else 0)
+        return flat.view(entry.padded_shape)
+
+    def read_shard(self, key: str) -> torch.Tensor:
+        """The fp32 master where there is one (what a resident parameter would hold), else the
+        stored values; waits for the disk."""
+        entry = self._entry(key)
+        dtype, device = entry.parameter.dtype, _device_of(entry)
+        if entry.parameter.requires_grad and self._optimizer.swapper.has_state(key, MASTER):
+            self._optimizer.flush()
+            flat = self._optimizer.swapper.read_state(key, MASTER, entry.numel)
+        else:
+            assert self._params is not None
+            flat = torch.empty(entry.numel, dtype=entry.store_dtype)
+            self._params.read(key, flat)
+        return flat.to(device=device, dtype=dtype).view(entry.shape)
+
+    def write_shard(self, key: str, values: torch.Tensor) -> None:
+        """Replace stored values and master; waits for the disk. Gathered copies are dropped."""
+        entry = self._entry(key)
+        assert self._params is not None
+        flat = values.detach().reshape(-1)
+        self._params.write(key, flat)
+        if entry.parameter.requires_grad and self._optimizer.swapper.has_state(key, MASTER):
+            self._optimizer.swapper.write_state(key, {MASTER: flat})
+
+    # --- for users ----------------------------------------------------------------------------
+
+    def stats(self) -> SwapStats:
+        """All counters of this rank since the start."""
+        space = self._space
+        return SwapStats(
+            engine=None if space.engine is None else space.engine.stats(),
+            store=None if space.store is None else space.store.stats(),
+            params=None if self._params is None else self._params.stats(),
+            optimizer=self._optimizer.swapper.stats(self._home.gradients.nbytes),
+            arena_nbytes=0 if space.arena is None else space.arena.nbytes,
+            locked_nbytes=0 if space.arena is None else space.arena.locked_nbytes,
+        )
+
+    def close(self) -> None:
+        """Remove the swap files and give the memory back. The model's swapped parameters can't be
+        used after it. Idempotent."""
+        self._home.gradients.clear()
+        self._space.close()
+
+    def _entry(self, key: str) -> Entry:
+        entry = self._entries.get(key)
+        if entry is None:
+            raise SwapUsageError(f"{key} is not swapped")
+        return entry
+
+
+def _device_of(entry: Entry) -> torch.device:
+    device: torch.device = entry.record.device
+    return device
