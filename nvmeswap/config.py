@@ -9,7 +9,8 @@ the order in which they are applied to each block:
 3. A key that is known but can't be honoured here is an error naming what to use instead.
 4. `device: nvme` needs an `nvme_path` that exists, is a folder and can be written.
 
-All messages start with the key's path in the JSON, such as `zero_optimization.offload_param.device`.
+All messages start with the key's path in the JSON, such as
+`zero_optimization.offload_param.device`.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class OffloadParamConfig(_Block):
         5, ge=1, description="slots per size class; more lets prefetch run further ahead"
     )
     buffer_size: int = Field(
-        100_000_000, ge=1,
+        100_000_000,
+        ge=1,
         description="elements; a shard larger than this is streamed through a slot of this size",
     )
     max_in_cpu: int = Field(
@@ -99,16 +101,38 @@ class ZeroConfig(_Block):
     """`zero_optimization`."""
 
     ignored: ClassVar[frozenset[str]] = frozenset(
-        """allgather_bucket_size allgather_partitions contiguous_gradients elastic_checkpoint
-        enable_sanity_checks ignore_unused_parameters legacy_stage1 load_from_fp32_weights
-        log_trace_cache_warnings memory_efficient_linear override_module_apply overlap_comm
-        pipeline_loading_checkpoint prefetch_bucket_size reduce_bucket_size reduce_scatter
-        round_robin_gradients save_muon_momentum_buffer_in_memory stage3_allgather_sequential
-        stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save
-        stage3_max_live_parameters stage3_max_reuse_distance stage3_model_persistence_threshold
-        stage3_module_granularity_threshold stage3_param_persistence_threshold
-        stage3_prefetch_bucket_size stage3_use_all_reduce_for_fetch_params
-        use_all_reduce_for_fetch_params use_multi_rank_bucket_allreduce""".split()
+        [
+            "allgather_bucket_size",
+            "allgather_partitions",
+            "contiguous_gradients",
+            "elastic_checkpoint",
+            "enable_sanity_checks",
+            "ignore_unused_parameters",
+            "legacy_stage1",
+            "load_from_fp32_weights",
+            "log_trace_cache_warnings",
+            "memory_efficient_linear",
+            "override_module_apply",
+            "overlap_comm",
+            "pipeline_loading_checkpoint",
+            "prefetch_bucket_size",
+            "reduce_bucket_size",
+            "reduce_scatter",
+            "round_robin_gradients",
+            "save_muon_momentum_buffer_in_memory",
+            "stage3_allgather_sequential",
+            "stage3_gather_16bit_weights_on_model_save",
+            "stage3_gather_fp16_weights_on_model_save",
+            "stage3_max_live_parameters",
+            "stage3_max_reuse_distance",
+            "stage3_model_persistence_threshold",
+            "stage3_module_granularity_threshold",
+            "stage3_param_persistence_threshold",
+            "stage3_prefetch_bucket_size",
+            "stage3_use_all_reduce_for_fetch_params",
+            "use_all_reduce_for_fetch_params",
+            "use_multi_rank_bucket_allreduce",
+        ]
     )
     refused: ClassVar[Mapping[str, str]] = {
         "zenflow": "ZenFlow is DeepSpeed's; leave the key out",
@@ -127,7 +151,8 @@ class ZeroConfig(_Block):
     offload_param: OffloadParamConfig = Field(default_factory=OffloadParamConfig)  # type: ignore[arg-type]
     offload_optimizer: OffloadOptimizerConfig = Field(default_factory=OffloadOptimizerConfig)  # type: ignore[arg-type]
     sub_group_size: int = Field(
-        1_000_000_000, ge=1,
+        1_000_000_000,
+        ge=1,
         description="most elements whose optimizer state is read, updated and written together",
     )
 
@@ -180,7 +205,8 @@ class SwapBlock(_Block):
         "auto", pattern="^(auto|aio|posix)$", description="auto tries aio, then posix"
     )
     direct: str = Field(
-        "prefer", pattern="^(prefer|require|off)$",
+        "prefer",
+        pattern="^(prefer|require|off)$",
         description="O_DIRECT: prefer falls back to buffered I/O with a warning",
     )
     checksum: str = Field(
@@ -199,9 +225,18 @@ class Config(_Block):
     """The whole JSON. `load` is the way in; the other constructors don't check paths."""
 
     ignored: ClassVar[frozenset[str]] = frozenset(
-        """train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps
-        steps_per_print wall_clock_breakdown dump_state zero_allow_untested_optimizer
-        zero_force_ds_cpu_optimizer memory_breakdown prescale_gradients""".split()
+        [
+            "train_batch_size",
+            "train_micro_batch_size_per_gpu",
+            "gradient_accumulation_steps",
+            "steps_per_print",
+            "wall_clock_breakdown",
+            "dump_state",
+            "zero_allow_untested_optimizer",
+            "zero_force_ds_cpu_optimizer",
+            "memory_breakdown",
+            "prescale_gradients",
+        ]
     )
     refused: ClassVar[Mapping[str, str]] = {
         "scheduler": "build a torch.optim.lr_scheduler over the optimizer that shard() returns",
@@ -246,17 +281,23 @@ class Config(_Block):
         if zero.stage != 3:
             _refuse_stage(zero.stage, param.device)
         if self.fp16.enabled:
-            raise SwapConfigError("fp16 with loss scaling is not served", key="fp16.enabled",
-                                  fix='use "bf16": {"enabled": true} or fp32')
+            raise SwapConfigError(
+                "fp16 with loss scaling is not served",
+                key="fp16.enabled",
+                fix='use "bf16": {"enabled": true} or fp32',
+            )
         if self.gradient_clipping:
             raise SwapConfigError(
-                "gradient_clipping is not served yet", key="gradient_clipping",
+                "gradient_clipping is not served yet",
+                key="gradient_clipping",
                 fix="call optimizer.clip_grad_norm_(max_norm) between backward and step",
             )
         if optimizer.ratio != 1.0:
-            raise SwapConfigError("only ratio 1.0 is served",
-                                  key="zero_optimization.offload_optimizer.ratio",
-                                  fix="leave the key out")
+            raise SwapConfigError(
+                "only ratio 1.0 is served",
+                key="zero_optimization.offload_optimizer.ratio",
+                fix="leave the key out",
+            )
         for name, block in (("offload_param", param), ("offload_optimizer", optimizer)):
             if block.device is OffloadDevice.NVME:
                 check_folder(block.nvme_path, key=f"zero_optimization.{name}.nvme_path")
@@ -266,8 +307,10 @@ class Config(_Block):
                 key="zero_optimization.offload_optimizer.device",
                 fix='use {"device": "cpu"} or {"device": "nvme", "nvme_path": ...}',
             )
-        if (param.device is optimizer.device is OffloadDevice.NVME
-                and param.nvme_path != optimizer.nvme_path):
+        if (
+            param.device is optimizer.device is OffloadDevice.NVME
+            and param.nvme_path != optimizer.nvme_path
+        ):
             raise SwapConfigError(
                 "offload_param and offload_optimizer name different folders",
                 key="zero_optimization.offload_optimizer.nvme_path",
@@ -278,17 +321,28 @@ class Config(_Block):
 def check_folder(path: Path | None, *, key: str) -> None:
     """Raise SwapPathError unless `path` is an existing folder that this process can write."""
     if path is None or str(path) in ("", "."):
-        raise SwapPathError(f'{key} is missing: device "nvme" needs a folder', key=key,
-                            fix=f'set "{key}" to a folder on the NVMe drive')
+        raise SwapPathError(
+            f'{key} is missing: device "nvme" needs a folder',
+            key=key,
+            fix=f'set "{key}" to a folder on the NVMe drive',
+        )
     if not path.exists():
         raise SwapPathError(f"{key} does not exist", key=key, path=path, fix=f"mkdir -p {path}")
     if not path.is_dir():
-        raise SwapPathError(f"{key} is a file, not a folder", key=key, path=path,
-                            fix="name the folder that is to hold the swap files")
+        raise SwapPathError(
+            f"{key} is a file, not a folder",
+            key=key,
+            path=path,
+            fix="name the folder that is to hold the swap files",
+        )
     if not os.access(path, os.W_OK | os.X_OK):
         mode = oct(path.stat().st_mode & 0o7777)
-        raise SwapPathError(f"{key} can't be written by uid {os.getuid()} (mode {mode})", key=key,
-                            path=path, fix=f"chown or chmod u+rwx {path}")
+        raise SwapPathError(
+            f"{key} can't be written by uid {os.getuid()} (mode {mode})",
+            key=key,
+            path=path,
+            fix=f"chown or chmod u+rwx {path}",
+        )
 
 
 def _read(source: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
@@ -297,11 +351,21 @@ def _read(source: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
     try:
         data = json.loads(Path(source).read_text())
     except OSError as error:
-        raise SwapPathError("the configuration file can't be read", key="config", path=source,
-                            errno=error.errno, fix="give a dict or the path of a JSON file") from None
+        raise SwapPathError(
+            "the configuration file can't be read",
+            key="config",
+            path=source,
+            errno=error.errno,
+            fix="give a dict or the path of a JSON file",
+        ) from None
     except ValueError as error:
-        raise SwapConfigError("the configuration file is not JSON", key="config", path=source,
-                              cause=str(error), fix="mend the file") from None
+        raise SwapConfigError(
+            "the configuration file is not JSON",
+            key="config",
+            path=source,
+            cause=str(error),
+            fix="mend the file",
+        ) from None
     if not isinstance(data, Mapping):
         raise SwapConfigError("the configuration must be a JSON object", key="config", path=source)
     return data
@@ -315,8 +379,9 @@ def _check_keys(block: type[_Block], data: Mapping[str, Any], prefix: str) -> No
         place = f"{prefix}{key}"
         if key in block.refused:
             if value not in (None, False, "auto", 0):
-                raise SwapConfigError(f"{place} is known, but not served here", key=place,
-                                      fix=block.refused[key])
+                raise SwapConfigError(
+                    f"{place} is known, but not served here", key=place, fix=block.refused[key]
+                )
         elif key not in known:
             _unknown_key(key, place, known, outermost=prefix == "")
         else:
@@ -347,8 +412,11 @@ def _refuse_stage(stage: int, param_device: OffloadDevice) -> None:
             key="zero_optimization.offload_param",
             fix='set "zero_optimization.stage" to 3, or leave offload_param out',
         )
-    raise SwapConfigError(f"stage {stage} is not served", key="zero_optimization.stage",
-                          fix='set "zero_optimization.stage" to 3')
+    raise SwapConfigError(
+        f"stage {stage} is not served",
+        key="zero_optimization.stage",
+        fix='set "zero_optimization.stage" to 3',
+    )
 
 
 def _config_error(error: ValidationError) -> SwapConfigError:
@@ -356,5 +424,6 @@ def _config_error(error: ValidationError) -> SwapConfigError:
     key = ".".join(map(str, first["loc"])) or "config"
     given = first.get("input")
     shown = "" if isinstance(given, (Mapping, BaseModel)) else f", got {given!r}"
-    return SwapConfigError(f"{key}: {first['msg']}{shown}", key=key,
-                           fix="see docs/settings.md for what the key takes")
+    return SwapConfigError(
+        f"{key}: {first['msg']}{shown}", key=key, fix="see docs/settings.md for what the key takes"
+    )

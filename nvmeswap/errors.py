@@ -81,10 +81,19 @@ class SwapError(Exception):
 
 
 class SwapConfigError(SwapError, ValueError):
-    """A setting is missing, wrong, or known but not to be honoured; `key` is its path in the JSON."""
+    """A setting is missing, wrong, or known but not to be honoured; `key` is its path in the
+    JSON."""
 
-    def __init__(self, what: str, *, key: str | None = None, path: str | Path | None = None,
-                 errno: int | None = None, cause: str | None = None, fix: str | None = None) -> None:
+    def __init__(
+        self,
+        what: str,
+        *,
+        key: str | None = None,
+        path: str | Path | None = None,
+        errno: int | None = None,
+        cause: str | None = None,
+        fix: str | None = None,
+    ) -> None:
         self.key = key
         super().__init__(what, path=path, errno=errno, cause=cause, fix=fix)
 
@@ -102,11 +111,20 @@ class SwapBudgetError(SwapError):
 
     got_label = "available"
 
-    def __init__(self, what: str, *, wanted_nbytes: int, available_nbytes: int,
-                 smallest_nbytes: int, cause: str | None = None, fix: str | None = None) -> None:
+    def __init__(
+        self,
+        what: str,
+        *,
+        wanted_nbytes: int,
+        available_nbytes: int,
+        smallest_nbytes: int,
+        cause: str | None = None,
+        fix: str | None = None,
+    ) -> None:
         self.smallest_nbytes = smallest_nbytes
-        super().__init__(what, wanted_nbytes=wanted_nbytes, got_nbytes=available_nbytes,
-                         cause=cause, fix=fix)
+        super().__init__(
+            what, wanted_nbytes=wanted_nbytes, got_nbytes=available_nbytes, cause=cause, fix=fix
+        )
 
 
 # --- the user's calls ----------------------------------------------------------------------------
@@ -157,11 +175,16 @@ class SwapTimeoutError(SwapError):
 class SwapPoolTimeoutError(SwapTimeoutError):
     """No slot became free in time; `holders` names who has them."""
 
-    def __init__(self, what: str, *, wanted_nbytes: int, holders: tuple[str, ...],
-                 fix: str | None = None) -> None:
+    def __init__(
+        self, what: str, *, wanted_nbytes: int, holders: tuple[str, ...], fix: str | None = None
+    ) -> None:
         self.holders = holders
-        super().__init__(what, wanted_nbytes=wanted_nbytes,
-                         cause="held by " + (", ".join(holders) or "nobody"), fix=fix)
+        super().__init__(
+            what,
+            wanted_nbytes=wanted_nbytes,
+            cause="held by " + (", ".join(holders) or "nobody"),
+            fix=fix,
+        )
 
 
 class SwapOwnerError(SwapError):
@@ -171,8 +194,9 @@ class SwapOwnerError(SwapError):
 class SwapManifestError(SwapError):
     """What is stored under a key differs from what is asked for; `field` names the difference."""
 
-    def __init__(self, what: str, *, field: str, path: str | Path | None = None,
-                 fix: str | None = None) -> None:
+    def __init__(
+        self, what: str, *, field: str, path: str | Path | None = None, fix: str | None = None
+    ) -> None:
         self.field = field
         super().__init__(what, path=path, fix=fix)
 

@@ -1,4 +1,5 @@
-"""Frozen snapshots of counters, units in their names. Each is returned by some object's `stats()`."""
+"""Frozen snapshots of counters, units in their names. Each is returned by some object's
+`stats()`."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """One engine since it was opened. Byte counts are bytes moved by the kernel, padding included."""
+    """One engine since it was opened. Byte counts are bytes moved by the kernel, padding
+    included."""
 
     read_direct_nbytes: int
     read_buffered_nbytes: int
@@ -45,7 +47,8 @@ class StoreStats:
 
 @dataclass(frozen=True, slots=True)
 class ParamStats:
-    """Parameter shards. A hit is a fetch whose bytes were in RAM already, prefetched ones included."""
+    """Parameter shards. A hit is a fetch whose bytes were in RAM already, prefetched ones
+    included."""
 
     nvme_nbytes: int
     ram_nbytes: int
@@ -58,8 +61,8 @@ class ParamStats:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStats:
-    """Optimizer steps. `stall_s` is time in `step()` spent waiting for the disk, `update_s` time spent
-    computing; `hit_count` counts sub-groups found in RAM."""
+    """Optimizer steps. `stall_s` is time in `step()` spent waiting for the disk, `update_s` time
+    spent computing; `hit_count` counts sub-groups found in RAM."""
 
     sub_group_count: int
     step_count: int

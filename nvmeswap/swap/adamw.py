@@ -113,8 +113,13 @@ class SwappedAdamW(Optimizer):
         self._home = home
         self._space = None
         self._swapper: PipelinedOptimizerSwapper | None = None
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
-                    "maximize": maximize}
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+        }
         super().__init__(params, defaults)
         self._by_key = {home.key_of(p): (p, group) for group, p in self._trained()}
 
@@ -124,8 +129,8 @@ class SwappedAdamW(Optimizer):
         return PipelinedOptimizerSwapper.lay_out(items, sub_group_numel)
 
     def attach(self, swapper: PipelinedOptimizerSwapper) -> None:
-        """Use `swapper`, laid out by `lay_out`, and write the first state: masters as the parameters
-        are, moments zero, steps zero."""
+        """Use `swapper`, laid out by `lay_out`, and write the first state: masters as the
+        parameters are, moments zero, steps zero."""
         self._swapper = swapper
 
         def initial(key: str, name: str, start: int, stop: int) -> torch.Tensor | None:
@@ -144,8 +149,10 @@ class SwappedAdamW(Optimizer):
         After an error nothing is lost: the next call goes on with the sub-groups that are left.
         """
         if closure is not None:
-            raise SwapUsageError("step(closure) is not served",
-                                 fix="compute the loss and call backward() before step()")
+            raise SwapUsageError(
+                "step(closure) is not served",
+                fix="compute the loss and call backward() before step()",
+            )
         swapper = self._attached()
         self._home.before_step()
         with_gradient = {
@@ -202,8 +209,10 @@ class SwappedAdamW(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, but only while the optimizer is being built."""
         if self._swapper is not None:
-            raise SwapUsageError("a group can't be added to a swapped optimizer that is in use",
-                                 fix="give all groups to the constructor")
+            raise SwapUsageError(
+                "a group can't be added to a swapped optimizer that is in use",
+                fix="give all groups to the constructor",
+            )
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:

@@ -8,8 +8,8 @@ import torch
 class HostGradients:
     """One flat gradient for each key, added up over micro-batches in order of arrival.
 
-    A gradient on the host is kept as it is (no copy; the first one of a boundary is adopted). One on
-    a GPU is copied to the memory given by `use_memory`, asynchronously on the current stream.
+    A gradient on the host is kept as it is (no copy; the first one of a boundary is adopted). One
+    on a GPU is copied to the memory given by `use_memory`, asynchronously on the current stream.
 
     Threads: one at a time. Adding happens in the gradient's own dtype, as torch's `grad += new`.
     """
@@ -25,7 +25,8 @@ class HostGradients:
 
     def add(self, key: str, gradient: torch.Tensor) -> None:
         """Add a gradient (flat or shaped, any device) for `key`; on a GPU it may still be copied on
-        return, and its memory must not be reused before the current stream has passed this point."""
+        return, and its memory must not be reused before the current stream has passed this
+        point."""
         flat = gradient.detach().reshape(-1)
         held = self._gradients.get(key)
         if held is not None:

@@ -79,8 +79,9 @@ class ResidentHome:
         if gradient is None:
             return None
         if gradient.is_sparse:
-            raise SwapUsageError("sparse gradients are not served",
-                                 fix="build the embedding with sparse=False")
+            raise SwapUsageError(
+                "sparse gradients are not served", fix="build the embedding with sparse=False"
+            )
         return gradient.detach().reshape(-1).to("cpu")
 
     def master_in_place(self, parameter: torch.Tensor) -> torch.Tensor | None:
@@ -109,10 +110,13 @@ class ResidentHome:
 
 def _refuse_odd(parameter: torch.Tensor) -> None:
     if not parameter.is_floating_point():
-        raise SwapUsageError(f"a {parameter.dtype} parameter can't be trained by AdamW",
-                             fix="leave it out, or set requires_grad_(False)")
+        raise SwapUsageError(
+            f"a {parameter.dtype} parameter can't be trained by AdamW",
+            fix="leave it out, or set requires_grad_(False)",
+        )
     if not parameter.is_contiguous():
         raise SwapUsageError(
             f"a parameter of shape {tuple(parameter.shape)} and stride {parameter.stride()} is not "
-            "contiguous", fix="make it contiguous before the optimizer is built",
+            "contiguous",
+            fix="make it contiguous before the optimizer is built",
         )

@@ -48,7 +48,8 @@ class SubGroup(Resident):
         return self.slot.memory
 
     def state_of(self, segment: Segment, name: str) -> torch.Tensor:
-        """The fp32 state `name` of a segment, flat [numel]; valid while the sub-group is in memory."""
+        """The fp32 state `name` of a segment, flat [numel]; valid while the sub-group is in
+        memory."""
         return segment.state(self.memory, name)
 
     def output_of(self, segment: Segment) -> torch.Tensor | None:
@@ -66,8 +67,8 @@ class PipelinedOptimizerSwapper:
 
     With `store=None` everything stays in `pool`, which then has a slot for each sub-group.
 
-    Raises: SwapReadError or SwapWriteError naming the sub-group; after either, walking again goes on
-    with the sub-groups that are left, and no update is lost or done twice.
+    Raises: SwapReadError or SwapWriteError naming the sub-group; after either, walking again goes
+    on with the sub-groups that are left, and no update is lost or done twice.
     Blocking: all but `written_with`. Threads: one at a time (the training loop's).
     Ownership: the pool's slots are this object's; store and pool are closed by their owner.
     """
@@ -103,8 +104,11 @@ class PipelinedOptimizerSwapper:
         return cut_into_sub_groups(items, sub_group_numel)
 
     @staticmethod
-    def slot_classes(layouts: Sequence[SubGroupLayout], buffer_count: int | None) -> list[SlotClass]:
-        """`buffer_count` slots of the largest sub-group; None: one for each (nothing is swapped)."""
+    def slot_classes(
+        layouts: Sequence[SubGroupLayout], buffer_count: int | None
+    ) -> list[SlotClass]:
+        """`buffer_count` slots of the largest sub-group; None: one for each (nothing is
+        swapped)."""
         if not layouts:
             return []
         largest = max(layout.slot_nbytes for layout in layouts)
@@ -124,8 +128,8 @@ class PipelinedOptimizerSwapper:
         visit: Callable[[SubGroup], None],
         needed: Callable[[SubGroup], bool] = lambda _: True,
     ) -> None:
-        """Call `visit` once for each sub-group for which `needed` is true, with its state in memory;
-        what the visitor left in the slot is written back behind it.
+        """Call `visit` once for each sub-group for which `needed` is true, with its state in
+        memory; what the visitor left in the slot is written back behind it.
 
         A visit that raises counts as not made: the state from before it is read again. The last
         writes may still be under way on return; `flush` waits for them.
@@ -160,9 +164,7 @@ class PipelinedOptimizerSwapper:
                 group.drop_slot()
             raise
 
-    def written_with(
-        self, group: SubGroup, write: Callable[[], list[StoreRequest]]
-    ) -> None:
+    def written_with(self, group: SubGroup, write: Callable[[], list[StoreRequest]]) -> None:
         """Have `write` called whenever this visit's result is written back: it submits further
         writes from the sub-group's slot, which is held until they are done too."""
         self._others.setdefault(group.index, []).append(write)
@@ -178,9 +180,7 @@ class PipelinedOptimizerSwapper:
 
     # --- single states ------------------------------------------------------------------------
 
-    def initialise(
-        self, source: Callable[[str, str, int, int], torch.Tensor | None]
-    ) -> None:
+    def initialise(self, source: Callable[[str, str, int, int], torch.Tensor | None]) -> None:
         """Write the first state of every sub-group, one after the other in order: for each key,
         state name, start and stop, `source` gives the values (any dtype and device) or None for
         zeros. At most the pool's slots are in memory."""
@@ -206,7 +206,8 @@ class PipelinedOptimizerSwapper:
         return out
 
     def write_state(self, key: str, values: Mapping[str, torch.Tensor]) -> None:
-        """Replace states of a shard, by name, from flat tensors of any dtype; waits for the disk."""
+        """Replace states of a shard, by name, from flat tensors of any dtype; waits for the
+        disk."""
         for group, segment in self._pieces(key):
             self._bring_in(group)
             group.move(ShardState.DIRTY)
@@ -283,7 +284,8 @@ class PipelinedOptimizerSwapper:
         if slot is None:
             self._collect_writes()
             done = [
-                other for other in self._groups
+                other
+                for other in self._groups
                 if other.state is ShardState.CLEAN and other.index not in self._remaining
             ]
             if done:
@@ -367,4 +369,3 @@ class PipelinedOptimizerSwapper:
                 continue  # the first error is the one that is raised
         group.requests.clear()
         group.move(ShardState.DIRTY)
-

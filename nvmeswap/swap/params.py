@@ -1,8 +1,9 @@
 """Parameter shards: on NVMe between uses, in host memory around them.
 
-A shard is read ahead of its use by the plan of the last step, copied out at its use, and either kept
-(`max_in_cpu`) or dropped. Reading ahead takes free slots only. A use that finds no free slot evicts
-the clean shard that is needed last, so that it never waits behind what was read ahead for others.
+A shard is read ahead of its use by the plan of the last step, copied out at its use, and either
+kept (`max_in_cpu`) or dropped. Reading ahead takes free slots only. A use that finds no free slot
+evicts the clean shard that is needed last, so that it never waits behind what was read ahead for
+others.
 """
 
 from __future__ import annotations
@@ -283,9 +284,7 @@ class PartitionedParamSwapper:
                 and shard.slot.nbytes == self._pool.class_nbytes(spec.nbytes)
             ]
             if not same_class:
-                return self._pool.acquire(
-                    spec.nbytes, holder=spec.key, timeout_s=self._timeout_s
-                )
+                return self._pool.acquire(spec.nbytes, holder=spec.key, timeout_s=self._timeout_s)
             victim = max(same_class, key=lambda shard: self._plan.next_use(shard.key))
             if victim.state is ShardState.READING:
                 victim.finish_reading()
@@ -298,8 +297,11 @@ class PartitionedParamSwapper:
             return
         for key in islice(self._plan.upcoming(), 2 * self._pool.stats().slot_count):
             shard = self._shards[key]
-            if (shard.ram is not None or shard.state is not ShardState.ON_NVME
-                    or shard.spec.numel > self._placement.largest_slot_numel):
+            if (
+                shard.ram is not None
+                or shard.state is not ShardState.ON_NVME
+                or shard.spec.numel > self._placement.largest_slot_numel
+            ):
                 continue
             slot = self._pool.try_acquire(shard.spec.nbytes, holder=key)
             if slot is None:

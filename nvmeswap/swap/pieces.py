@@ -2,8 +2,8 @@
 
 A piece is read, updated and converted while it is in the cache: gradients of another dtype are
 upcast, and the new parameter values are produced, piece by piece. Pieces begin at multiples of 16
-elements from the beginning of the shard, where the fused kernel gives the same bits as one call over
-the whole tensor (its vector loop and its remainder loop round differently).
+elements from the beginning of the shard, where the fused kernel gives the same bits as one call
+over the whole tensor (its vector loop and its remainder loop round differently).
 """
 
 from __future__ import annotations

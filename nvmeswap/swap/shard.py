@@ -98,7 +98,8 @@ class Resident:
             slot.release_after(copied)
 
     def copy_to(self, out: torch.Tensor, values: torch.Tensor) -> None:
-        """Copy `values`, which lie in its memory, to `out`; on a GPU queued on the current stream."""
+        """Copy `values`, which lie in its memory, to `out`; on a GPU queued on the current
+        stream."""
         out.copy_(values, non_blocking=True)
         if out.is_cuda:
             self.copied = torch.cuda.Event()

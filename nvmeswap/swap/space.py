@@ -55,7 +55,8 @@ class SwapSpace:
 
     Args: `pools`, the slots asked for by name; over `swap.host_memory_nbytes` those that shrink do.
     Raises: SwapBudgetError before any allocation; SwapPathError, SwapOwnerError, SwapSpaceError.
-    Blocking: construction probes the folder and populates memory. Threads: construct and close on one.
+    Blocking: construction probes the folder and populates memory. Threads: construct and close on
+    one.
     Ownership: owns engine, store, arena and pools; `close` ends them all, in reverse order.
     """
 

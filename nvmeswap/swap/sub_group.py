@@ -1,8 +1,8 @@
 """How optimizer state is cut into sub-groups, and where each piece of it lies. Pure arithmetic.
 
 A sub-group is a run of segments; a segment is a piece of one shard. Each fp32 state of a segment
-(master, exp_avg, exp_avg_sq) is one region of the sub-group's extent, side by side, so that one read
-and one write move it. Behind the extent the slot has room for the new parameter values in the
+(master, exp_avg, exp_avg_sq) is one region of the sub-group's extent, side by side, so that one
+read and one write move it. Behind the extent the slot has room for the new parameter values in the
 shard's own dtype, which are computed there and written to the parameter file from there:
 
     |<------------------- extent (fp32) ------------------->|<- outputs (bf16) ->|
@@ -22,9 +22,9 @@ import torch
 from nvmeswap.io.alignment import padded_nbytes
 
 STATE_DTYPE = torch.float32
-# A shard is cut at multiples of this: 8 KiB of bf16, so that a piece of a shard begins at an aligned
-# place of its file; and a multiple of 16, from where torch's fused kernels give the same bits as one
-# call over the whole tensor.
+# A shard is cut at multiples of this: 8 KiB of bf16, so that a piece of a shard begins at an
+# aligned place of its file; and a multiple of 16, from where torch's fused kernels give the same
+# bits as one call over the whole tensor.
 SEGMENT_GRAIN_NUMEL = 4096
 # Regions begin at multiples of this in memory: direct I/O from there needs no bounce.
 _REGION_ALIGNMENT_NBYTES = 512

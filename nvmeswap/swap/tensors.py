@@ -26,9 +26,7 @@ class TensorFuture:
     Threads: any. Ownership: the tensor must not be changed before `done()`.
     """
 
-    def __init__(
-        self, request: StoreRequest | None, host: torch.Tensor, out: torch.Tensor
-    ) -> None:
+    def __init__(self, request: StoreRequest | None, host: torch.Tensor, out: torch.Tensor) -> None:
         self._request = request
         self._host = host
         self._out = out
@@ -99,8 +97,10 @@ class TensorSwapper:
         """The same, not waited for. On the CPU the tensor itself is the source: leave it unchanged
         until the future is done."""
         if tensor.is_sparse or tensor.is_quantized or tensor.is_meta:
-            raise SwapUsageError(f"{key}: only dense tensors with data can be swapped out",
-                                 fix="swap its parts (indices, values, scales) one by one")
+            raise SwapUsageError(
+                f"{key}: only dense tensors with data can be swapped out",
+                fix="swap its parts (indices, values, scales) one by one",
+            )
         self.discard(key, missing_ok=True)
         dense = _dense(tensor)
         host = dense.to("cpu")
@@ -144,9 +144,7 @@ class TensorSwapper:
         if ready is not None:
             return ready if out is None else TensorFuture(ready._request, ready._host, out)
         if out is None:
-            out = torch.empty_strided(
-                spec.shape, spec.stride, dtype=spec.dtype, device=kept.device
-            )
+            out = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=kept.device)
         direct = out.device.type == "cpu" and out.stride() == spec.stride
         host = out if direct else torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
         if host.numel() == 0:
@@ -239,8 +237,13 @@ def _flat(dense: torch.Tensor) -> torch.Tensor:
 
 
 def _check_out(key: str, spec: TensorSpec, out: torch.Tensor) -> None:
-    for field, stored, given in (("dtype", spec.dtype, out.dtype),
-                                 ("shape", spec.shape, tuple(out.shape))):
+    for field, stored, given in (
+        ("dtype", spec.dtype, out.dtype),
+        ("shape", spec.shape, tuple(out.shape)),
+    ):
         if stored != given:
-            raise SwapManifestError(f"{key} is stored with {field} {stored}, not {given}",
-                                    field=field, fix="give an `out` like the stored tensor")
+            raise SwapManifestError(
+                f"{key} is stored with {field} {stored}, not {given}",
+                field=field,
+                fix="give an `out` like the stored tensor",
+            )

@@ -47,5 +47,8 @@ class Agreement:
             raise error
         failed = tuple(all_flags.nonzero().flatten().tolist())
         if failed:
-            raise SwapPeerError("this step is void: a shard could not be read on another rank",
-                                ranks=failed, fix="see that rank's error; no parameter was updated")
+            raise SwapPeerError(
+                "this step is void: a shard could not be read on another rank",
+                ranks=failed,
+                fix="see that rank's error; no parameter was updated",
+            )

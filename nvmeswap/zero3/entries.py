@@ -14,7 +14,13 @@ from nvmeswap.zero3 import fsdp
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """One parameter on this rank. `local` is its part while it is resident, None once swapped."""
+    """One parameter on this rank.
+
+    `local` is its part while it is resident, None once swapped. `compute_dtype` is what the
+    all-gather moves. A trained shard is stored in it, since its exact values are the optimizer's
+    master; a frozen one has no master and is stored as it is, so that reading it gives back what
+    was there.
+    """
 
     key: str
     parameter: nn.Parameter
@@ -22,6 +28,7 @@ class Entry:
     local: torch.Tensor | None
     shape: torch.Size
     padded_shape: torch.Size
+    compute_dtype: torch.dtype
     store_dtype: torch.dtype
 
     @property
@@ -42,16 +49,19 @@ def entries_of(model: nn.Module) -> list[Entry]:
     }
     entries = []
     for record in fsdp.fsdp_params(model):
-        local = fsdp.local_tensor(record.sharded_param)
+        parameter = record.sharded_param
+        local = fsdp.local_tensor(parameter)
+        compute_dtype = fsdp.compute_dtype(record)
         entries.append(
             Entry(
-                key=names[id(record.sharded_param)],
-                parameter=record.sharded_param,
+                key=names[id(parameter)],
+                parameter=parameter,
                 record=record,
                 local=local,
                 shape=local.shape,
                 padded_shape=record.padded_sharded_param_size,
-                store_dtype=fsdp.compute_dtype(record),
+                compute_dtype=compute_dtype,
+                store_dtype=compute_dtype if parameter.requires_grad else parameter.dtype,
             )
         )
     order = {name: place for place, name in enumerate(names.values())}

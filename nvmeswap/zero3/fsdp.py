@@ -12,13 +12,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from nvmeswap.errors import SwapUsageError
 
 
-def shard_by_blocks(
-    model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy
-) -> None:
+def shard_by_blocks(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
     """`fully_shard` every element of the outermost ModuleLists and Sequentials that has parameters,
     then the model. A model that is sharded already stays as its user did it."""
     if isinstance(model, FSDPModule):
@@ -57,12 +56,16 @@ def fsdp_params(model: nn.Module) -> list[Any]:
             if group is None:
                 continue
             if group._use_post_forward_mesh:
-                raise SwapUsageError("reshard_after_forward=<int> keeps shards on the device",
-                                     fix="use reshard_after_forward True, False or None")
+                raise SwapUsageError(
+                    "reshard_after_forward=<int> keeps shards on the device",
+                    fix="use reshard_after_forward True, False or None",
+                )
             for record in group.fsdp_params:
                 if record.offload_to_cpu:
-                    raise SwapUsageError("CPUOffloadPolicy and nvmeswap both move the shards",
-                                         fix="leave offload_policy out of fully_shard")
+                    raise SwapUsageError(
+                        "CPUOffloadPolicy and nvmeswap both move the shards",
+                        fix="leave offload_policy out of fully_shard",
+                    )
                 records.append(record)
     return records
 
@@ -73,15 +76,14 @@ def _param_groups(module: Any) -> Sequence[Any]:
     return [state._fsdp_param_group] if groups is None else groups  # torch 2.11 has one
 
 
-def local_tensor(parameter: nn.Parameter) -> torch.Tensor:
+def local_tensor(sharded: torch.Tensor) -> torch.Tensor:
     """The rank's own part of a sharded parameter or gradient, not a copy."""
-    local: torch.Tensor = parameter._local_tensor
+    assert isinstance(sharded, DTensor)
+    local: torch.Tensor = sharded._local_tensor
     return local
 
 
-def replace_local_tensor(
-    record: Any, local: torch.Tensor, padded_flat: torch.Tensor
-) -> None:
+def replace_local_tensor(record: Any, local: torch.Tensor, padded_flat: torch.Tensor) -> None:
     """Put `local` into the place of the rank's part, `padded_flat` into that of its padded copy
     (read only if FSDP2 ever loses the all-gather methods). Nothing else holds what was there."""
     record.sharded_param._local_tensor = local

@@ -32,11 +32,11 @@ class ShardedHome:
         self._agreement = agreement
         self._entries = {id(entry.parameter): entry for entry in entries}
 
-    def take_gradient(self, parameter: nn.Parameter) -> None:
+    def take_gradient(self, parameter: torch.Tensor) -> None:
         """FSDP2 has reduced a gradient: add it to the host's, and free the device's."""
         gradient = parameter.grad
         if gradient is not None:
-            self.gradients.add(self._entry(parameter).key, fsdp.local_tensor(gradient))  # type: ignore[arg-type]
+            self.gradients.add(self._entry(parameter).key, fsdp.local_tensor(gradient))
             parameter.grad = None
 
     def key_of(self, parameter: torch.Tensor) -> str:

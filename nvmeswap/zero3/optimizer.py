@@ -41,7 +41,7 @@ class ShardedAdamW(SwappedAdamW):
             if gradient.numel():
                 parts[index] = torch.linalg.vector_norm(gradient, norm_type)
         norms = self._over_ranks(parts, norm_type)
-        total = torch.linalg.vector_norm(norms, norm_type)
+        total: torch.Tensor = torch.linalg.vector_norm(norms, norm_type)
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0).to("cpu")
         for gradient in gradients:
             gradient.mul_(scale.to(gradient.dtype))
@@ -51,6 +51,6 @@ class ShardedAdamW(SwappedAdamW):
         if math.isinf(norm_type):
             dist.all_reduce(parts, dist.ReduceOp.MAX, group=self.norm_group)
             return parts
-        powers = parts**norm_type
+        powers = parts.pow(norm_type)
         dist.all_reduce(powers, dist.ReduceOp.SUM, group=self.norm_group)
-        return powers ** (1.0 / norm_type)
+        return powers.pow(1.0 / norm_type)

@@ -9,13 +9,14 @@ import torch
 
 from nvmeswap.errors import SwapError, SwapUsageError
 from nvmeswap.stats import EngineStats, OptimizerStats, ParamStats, StoreStats
+from nvmeswap.swap.adamw import MASTER
 from nvmeswap.swap.params import PartitionedParamSwapper
-from nvmeswap.swap.adamw import MASTER, SwappedAdamW
 from nvmeswap.swap.space import SwapSpace
 from nvmeswap.zero3 import fsdp
 from nvmeswap.zero3.agreement import Agreement
 from nvmeswap.zero3.entries import Entry
 from nvmeswap.zero3.home import ShardedHome
+from nvmeswap.zero3.optimizer import ShardedAdamW
 from nvmeswap.zero3.tensor import ShardHandle, SwappedTensor, register_source
 
 
@@ -32,7 +33,8 @@ class SwapStats:
 
 
 class ZeroSwap:
-    """`optimizer.swap`: the bytes of a model's swapped shards (a `ShardSource`), and their counters.
+    """`optimizer.swap`: the bytes of a model's swapped shards (a `ShardSource`), and their
+    counters.
 
     Threads: FSDP2 asks for shards from the thread that runs forward or backward; all else from the
     training loop's.
@@ -40,9 +42,10 @@ class ZeroSwap:
 
     def __init__(
         self,
+        *,
         space: SwapSpace,
         params: PartitionedParamSwapper | None,
-        optimizer: SwappedAdamW,
+        optimizer: ShardedAdamW,
         home: ShardedHome,
         agreement: Agreement,
     ) -> None:
@@ -74,39 +77,36 @@ class ZeroSwap:
         """Called by FSDP2 before an all-gather; a failed read gives NaN here and an error on all
         ranks at the next `optimizer.step()`, or at once if there is one rank."""
         entry = self._entry(key)
-        padded_numel = entry.padded_shape.numel()
-        flat = torch.empty(padded_numel, dtype=entry.store_dtype, device=_device_of(entry))
-        assert self._params is not None
+        spec = self._shards.spec(key)
+        flat = torch.empty(entry.padded_shape.numel(), dtype=spec.dtype, device=_device_of(entry))
         try:
-            self._params.fetch(key, flat[: entry.numel])
+            self._shards.fetch(key, flat[: entry.numel])
         except SwapError as error:
             if self._agreement.alone:
                 raise
             self._agreement.report(error)
             flat.fill_(float("nan") if flat.is_floating_point() else 0)
-        return flat.view(entry.padded_shape)
+        return flat.to(entry.compute_dtype).view(entry.padded_shape)
 
     def read_shard(self, key: str) -> torch.Tensor:
         """The fp32 master where there is one (what a resident parameter would hold), else the
         stored values; waits for the disk."""
         entry = self._entry(key)
         dtype, device = entry.parameter.dtype, _device_of(entry)
-        if entry.parameter.requires_grad and self._optimizer.swapper.has_state(key, MASTER):
+        if self._optimizer.swapper.has_state(key, MASTER):
             self._optimizer.flush()
-            flat = self._optimizer.swapper.read_state(key, MASTER, entry.numel)
+            flat: torch.Tensor = self._optimizer.swapper.read_state(key, MASTER, entry.numel)
         else:
-            assert self._params is not None
-            flat = torch.empty(entry.numel, dtype=entry.store_dtype)
-            self._params.read(key, flat)
+            flat = torch.empty(entry.numel, dtype=self._shards.spec(key).dtype)
+            self._shards.read(key, flat)
         return flat.to(device=device, dtype=dtype).view(entry.shape)
 
     def write_shard(self, key: str, values: torch.Tensor) -> None:
         """Replace stored values and master; waits for the disk. Gathered copies are dropped."""
-        entry = self._entry(key)
-        assert self._params is not None
+        self._entry(key)
         flat = values.detach().reshape(-1)
-        self._params.write(key, flat)
-        if entry.parameter.requires_grad and self._optimizer.swapper.has_state(key, MASTER):
+        self._shards.write(key, flat)
+        if self._optimizer.swapper.has_state(key, MASTER):
             self._optimizer.swapper.write_state(key, {MASTER: flat})
 
     # --- for users ----------------------------------------------------------------------------
@@ -128,6 +128,11 @@ class ZeroSwap:
         used after it. Idempotent."""
         self._home.gradients.clear()
         self._space.close()
+
+    @property
+    def _shards(self) -> PartitionedParamSwapper:
+        assert self._params is not None
+        return self._params
 
     def _entry(self, key: str) -> Entry:
         entry = self._entries.get(key)

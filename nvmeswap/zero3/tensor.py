@@ -2,17 +2,17 @@
 
 FSDP2 keeps a rank's part of a parameter as the local tensor of a DTensor. `SwappedTensor` stands in
 its place. FSDP2 asks it for data by the two all-gather methods; anybody else who reads it gets a
-copy from the store, `copy_` onto it writes the store, and whatever would silently do the wrong thing
-raises. docs/design.md gives the alternatives that were tried and why they fail.
+copy from the store, `copy_` onto it writes the store, and whatever would silently do the wrong
+thing raises. docs/design.md gives the alternatives that were tried and why they fail.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch.utils._pytree import tree_map
@@ -24,17 +24,19 @@ class ShardSource(Protocol):
     """Who has the bytes of swapped parameters, by key."""
 
     def gather_input(self, key: str) -> torch.Tensor:
-        """This rank's shard for the all-gather: padded sharded shape, compute dtype, on the device."""
+        """This rank's shard for the all-gather: padded sharded shape, compute dtype, on the
+        device."""
 
     def read_shard(self, key: str) -> torch.Tensor:
-        """The shard's values at full precision: local shape and the DTensor's dtype, on its device."""
+        """The shard's values at full precision: local shape and the DTensor's dtype, on its
+        device."""
 
     def write_shard(self, key: str, values: torch.Tensor) -> None:
         """Replace the shard's values by a tensor of the local shape."""
 
 
-# A tensor holds a number and not its source: a reference would make deepcopy and DCP's stager, which
-# copy what a tensor refers to, copy the whole swap space.
+# A tensor holds a number and not its source: a reference would make deepcopy and DCP's stager,
+# which copy what a tensor refers to, copy the whole swap space.
 _sources: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
@@ -57,8 +59,10 @@ class ShardHandle:
     def source(self) -> ShardSource:
         source: ShardSource | None = _sources.get(self.source_number)
         if source is None:
-            raise SwapUsageError(f"{self.key}: its swap space is closed",
-                                 fix="keep the optimizer that shard() returned")
+            raise SwapUsageError(
+                f"{self.key}: its swap space is closed",
+                fix="keep the optimizer that shard() returned",
+            )
         return source
 
 
@@ -72,7 +76,7 @@ class SwappedTensor(torch.Tensor):
     def __new__(
         cls, handle: ShardHandle, *, shape: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> SwappedTensor:
-        tensor: SwappedTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        tensor: SwappedTensor = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=dtype, device=device
         )
         tensor.handle = handle
@@ -116,13 +120,13 @@ class SwappedTensor(torch.Tensor):
         padded[: values.numel()].copy_(values.reshape(-1))
         return padded.view(self.shape)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"SwappedTensor({self.handle.key!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Sequence[type],
@@ -145,9 +149,7 @@ def _stand_in(tensor: SwappedTensor) -> SwappedTensor:
     )
 
 
-def _lazy_result(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> SwappedTensor | None:
+def _lazy_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SwappedTensor | None:
     """The same shard again, for operations that return all of it unchanged; else None."""
     aten = torch.ops.aten
     tensor = args[0] if args else None
@@ -158,11 +160,18 @@ def _lazy_result(
     if func in (aten.view.default, aten._unsafe_view.default):
         return _stand_in(tensor) if tuple(args[1]) == tuple(tensor.shape) else None
     if func is aten.slice.Tensor:
-        dim, start, end, step = (*args[1:], *(0, None, None, 1)[len(args) - 1 :])
-        size = tensor.size(dim)
-        whole = (start or 0) == 0 and (end is None or end >= size) and step == 1
-        return _stand_in(tensor) if whole else None
+        return _stand_in(tensor) if _is_whole_slice(tensor, *args[1:], **kwargs) else None
     return None
+
+
+def _is_whole_slice(
+    tensor: torch.Tensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> bool:
+    return (start or 0) == 0 and (end is None or end >= tensor.size(dim)) and step == 1
 
 
 def _write_through(tensor: SwappedTensor, source: torch.Tensor) -> SwappedTensor:
@@ -173,15 +182,14 @@ def _write_through(tensor: SwappedTensor, source: torch.Tensor) -> SwappedTensor
     return tensor
 
 
-def _refuse_what_would_be_lost(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def _refuse_what_would_be_lost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     schema = func._schema
     name = func.name()
     mutated = [
         argument.name
         for argument, value in _arguments(schema, args, kwargs)
-        if argument.alias_info is not None and argument.alias_info.is_write
+        if argument.alias_info is not None
+        and argument.alias_info.is_write
         and _holds_swapped(value)
     ]
     if mutated:
@@ -193,16 +201,20 @@ def _refuse_what_would_be_lost(
         _refuse(name, "a view of a swapped parameter would be a copy", "take tensor.clone() first")
     short = schema.name.rpartition("::")[2]
     if short.startswith("new_") or short.endswith("_like"):
-        _refuse(name, "it would make a tensor that stands for no shard",
-                "build the tensor from the shape, dtype and device")
+        _refuse(
+            name,
+            "it would make a tensor that stands for no shard",
+            "build the tensor from the shape, dtype and device",
+        )
     if torch.Tag.nondeterministic_seeded in func.tags:
-        _refuse(name, "random values would differ from those of a resident parameter",
-                "initialise before nvmeswap.zero3.shard, or copy_ the values")
+        _refuse(
+            name,
+            "random values would differ from those of a resident parameter",
+            "initialise before nvmeswap.zero3.shard, or copy_ the values",
+        )
 
 
-def _arguments(
-    schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[tuple[Any, Any]]:
+def _arguments(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, Any]]:
     positional = list(zip(schema.arguments, args, strict=False))
     named = [(a, kwargs[a.name]) for a in schema.arguments if a.name in kwargs]
     return positional + named
@@ -218,5 +230,5 @@ def _read_if_swapped(value: Any) -> Any:
     return value.read() if isinstance(value, SwappedTensor) else value
 
 
-def _refuse(name: str, why: str, fix: str) -> Callable[..., Any]:
+def _refuse(name: str, why: str, fix: str) -> NoReturn:
     raise SwapUsageError(f"{name} is not for a swapped parameter: {why}", fix=fix)

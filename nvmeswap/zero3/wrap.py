@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
@@ -137,12 +138,14 @@ def _fill(
     )
     optimizer.norm_group = None
     optimizer.norm_device = agreement.device
-    optimizer.swap = ZeroSwap(space, params, optimizer, home, agreement)
+    optimizer.swap = ZeroSwap(
+        space=space, params=params, optimizer=optimizer, home=home, agreement=agreement
+    )
     for entry in entries:
         if params is not None:
             optimizer.swap.take_over(entry)
         if entry.parameter.requires_grad:
-            entry.parameter.register_post_accumulate_grad_hook(home.take_gradient)  # type: ignore[arg-type]
+            entry.parameter.register_post_accumulate_grad_hook(home.take_gradient)
     home.gradients.use_memory(_gradient_memory(space.pools["gradients"], entries))
     return optimizer
 
@@ -220,21 +223,24 @@ def _adamw_options(
         kind, options = given[0].__name__, dict(given[1])
         served = given[0] in (torch.optim.AdamW, SwappedAdamW)
     else:
-        block = block or OptimizerBlock()  # type: ignore[call-arg]
+        block = block or OptimizerBlock()
         kind, options = block.type, dict(block.params)
         served = kind.lower() in ("adamw", "adam") and options.pop("adam_w_mode", True)
         if kind.lower() == "adam" and "weight_decay" not in options:
             options["weight_decay"] = 0.0  # DeepSpeed's "Adam" is AdamW without decay by default
     if not served:
-        raise SwapConfigError(f"optimizer {kind} is not served", key="optimizer.type",
-                              fix="use AdamW")
+        raise SwapConfigError(
+            f"optimizer {kind} is not served", key="optimizer.type", fix="use AdamW"
+        )
     for harmless in ("fused", "foreach", "torch_adam"):
         options.pop(harmless, None)
     unknown = sorted(set(options) - _ADAMW_OPTIONS)
     if unknown:
-        raise SwapConfigError(f"AdamW option {unknown[0]} is not served",
-                              key=f"optimizer.params.{unknown[0]}",
-                              fix="served: " + ", ".join(sorted(_ADAMW_OPTIONS)))
+        raise SwapConfigError(
+            f"AdamW option {unknown[0]} is not served",
+            key=f"optimizer.params.{unknown[0]}",
+            fix="served: " + ", ".join(sorted(_ADAMW_OPTIONS)),
+        )
     if "betas" in options:
         options["betas"] = tuple(options["betas"])
     return {name: value for name, value in options.items() if value != "auto"}
@@ -248,7 +254,7 @@ def _ensure_process_group(device: torch.device) -> None:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
 
 
 def _run_name() -> str:
