@@ -121,7 +121,7 @@ class SwappedAdamW(Optimizer):
             "maximize": maximize,
         }
         super().__init__(params, defaults)
-        self._by_key = {home.key_of(p): (p, group) for group, p in self._trained()}
+        self._by_key = {home.key_of(parameter): parameter for _, parameter in self._trained()}
 
     def lay_out(self, sub_group_numel: int) -> list[SubGroupLayout]:
         """The sub-groups of all parameters that require gradients, in the order of the groups."""
@@ -136,7 +136,7 @@ class SwappedAdamW(Optimizer):
         def initial(key: str, name: str, start: int, stop: int) -> torch.Tensor | None:
             if name != MASTER:
                 return None
-            return self._home.initial_values(self._by_key[key][0])[start:stop]
+            return self._home.initial_values(self._by_key[key])[start:stop]
 
         swapper.initialise(initial)
 
@@ -157,19 +157,23 @@ class SwappedAdamW(Optimizer):
         self._home.before_step()
         with_gradient = {
             key: gradient
-            for key, (parameter, _) in self._by_key.items()
+            for key, parameter in self._by_key.items()
             if (gradient := self._home.gradient(parameter)) is not None
         }
         if not swapper.in_step:
             for key in with_gradient:
-                state = self.state[self._by_key[key][0]]
+                state = self.state[self._by_key[key]]
                 state["step"] = state.get("step", torch.tensor(0.0)) + 1
+
+        # The groups' dicts are looked up anew: load_state_dict replaces them.
+        options = {self._home.key_of(p): _options(group) for group, p in self._trained()}
 
         def visit(sub_group: SubGroup) -> None:
             for segment in sub_group.layout.segments:
                 gradient = with_gradient.get(segment.key)
                 if gradient is not None:
-                    self._update(sub_group, segment, gradient[segment.start : segment.stop])
+                    piece = gradient[segment.start : segment.stop]
+                    self._update(sub_group, segment, piece, options[segment.key])
 
         swapper.walk(
             visit,
@@ -177,9 +181,11 @@ class SwappedAdamW(Optimizer):
         )
         self._home.after_step()
 
-    def _update(self, sub_group: SubGroup, segment: Segment, gradient: torch.Tensor) -> None:
+    def _update(
+        self, sub_group: SubGroup, segment: Segment, gradient: torch.Tensor, options: AdamWOptions
+    ) -> None:
         """Update one segment and hand its new values to the parameter."""
-        parameter, group = self._by_key[segment.key]
+        parameter = self._by_key[segment.key]
         in_place = self._home.master_in_place(parameter)
         if in_place is None:
             master = sub_group.state_of(segment, MASTER)
@@ -192,7 +198,7 @@ class SwappedAdamW(Optimizer):
             sub_group.state_of(segment, "exp_avg"),
             sub_group.state_of(segment, "exp_avg_sq"),
             step=int(self.state[parameter]["step"].item()),
-            options=_options(group),
+            options=options,
             output=output,
         )
         if in_place is None:
@@ -221,7 +227,7 @@ class SwappedAdamW(Optimizer):
         swapper = self._attached()
         swapper.flush()
         try:
-            for key, (parameter, _) in self._by_key.items():
+            for key, parameter in self._by_key.items():
                 state = self.state.get(parameter)
                 if state:
                     numel = self._home.item(parameter, STATES).numel
@@ -229,7 +235,8 @@ class SwappedAdamW(Optimizer):
                         if numel == 0 or swapper.has_state(key, name):
                             flat = swapper.read_state(key, name, numel)
                             state[name] = self._home.state_like(parameter, flat)
-            return super().state_dict()
+            packed = super().state_dict()
+            return {**packed, "state": {k: dict(state) for k, state in packed["state"].items()}}
         finally:
             self._forget_moments()
 

@@ -120,6 +120,27 @@ class SwappedTensor(torch.Tensor):
         padded[: values.numel()].copy_(values.reshape(-1))
         return padded.view(self.shape)
 
+    # torch answers these without asking the dispatcher, from storage that is not there.
+    def contiguous(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """A copy of the values."""
+        return self.read()
+
+    def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """A copy of the values in host memory."""
+        return self.read().cpu()
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        """A copy of the values as an array."""
+        return self.read().numpy(*args, **kwargs)
+
+    def tolist(self) -> Any:
+        """The values as nested lists."""
+        return self.read().tolist()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled, as by torch.save, it is an ordinary tensor with the values."""
+        return self.read().__reduce_ex__(protocol)
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"SwappedTensor({self.handle.key!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,15 +30,17 @@ from nvmeswap.zero3.home import ShardedHome
 from nvmeswap.zero3.optimizer import ShardedAdamW
 from nvmeswap.zero3.swap import ZeroSwap
 
+Model = TypeVar("Model", bound=nn.Module)
+
 _ADAMW_OPTIONS = frozenset({"lr", "betas", "eps", "weight_decay", "maximize"})
 
 
 def shard(
-    model: nn.Module,
+    model: Model,
     config: Mapping[str, Any] | str | Path,
     mesh: DeviceMesh | None = None,
     optimizer: tuple[type[Optimizer], Mapping[str, Any]] | None = None,
-) -> tuple[nn.Module, Optimizer]:
+) -> tuple[Model, Optimizer]:
     """Shard a model over all ranks (FSDP2) and swap its shards as a DeepSpeed JSON says.
 
         model, optimizer = nvmeswap.zero3.shard(model, "ds_config.json")

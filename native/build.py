@@ -1,0 +1,50 @@
+"""Builds `nvmeswap._native` (cffi API mode, abi3) from the C files beside this one.
+
+setup.py refers to `ffibuilder`; `python native/build.py` builds in place for development.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from cffi import FFI
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = sorted((ROOT / "native").glob("*.c"))
+
+
+def require_headers() -> None:
+    """Stop with the line that mends it rather than with the compiler's."""
+    compiler = os.environ.get("CC", "cc").split()
+    probe = subprocess.run([*compiler, "-E", "-x", "c", "-"], input=b"#include <libaio.h>\n",
+                           capture_output=True, check=False)
+    if probe.returncode != 0:
+        sys.exit("nvmeswap: libaio.h is missing; install it with: apt-get install libaio-dev")
+
+
+def make_builder() -> FFI:
+    require_headers()
+    builder = FFI()
+    builder.cdef((ROOT / "native" / "interface.h").read_text())
+    builder.set_source(
+        "nvmeswap._native",
+        '#include <stddef.h>\n#include <stdint.h>\n#include "interface.h"\n',
+        # setuptools wants these relative to setup.py.
+        sources=[str(path.relative_to(ROOT)) for path in SOURCES],
+        include_dirs=["native"],
+        libraries=["aio", "pthread"],
+        extra_compile_args=["-std=c11", "-O2", "-Wall", "-Wextra", "-Wno-unused-parameter",
+                            "-fvisibility=hidden", "-UNDEBUG"],
+        py_limited_api=True,
+    )
+    return builder
+
+
+if __name__ == "__main__":
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    sys.exit(subprocess.call(command, cwd=ROOT))
+
+ffibuilder = make_builder()

@@ -1,0 +1,110 @@
+/* All that Python sees of the engine. cffi reads this very file, hence no #include and no guard:
+ * C code includes it through engine.h.
+ *
+ * Every call that returns an int returns 0 (or a count) or a negative code: a negated errno, or one
+ * of enum nvs_error. Every call may be made from any thread; only the nvs_*_wait and
+ * nvs_engine_close calls block, and only as long as their timeout says. */
+
+enum nvs_direction { NVS_READ = 0, NVS_WRITE = 1 };
+
+enum nvs_lane { NVS_DEMAND = 0, NVS_PREFETCH = 1, NVS_WRITEBACK = 2, NVS_LANE_COUNT = 3 };
+
+enum nvs_direct_mode {
+    NVS_DIRECT_OFF = 0,     /* the page cache is used from the start */
+    NVS_DIRECT_PREFER = 1,  /* O_DIRECT, until the filesystem refuses an aligned block (EINVAL) */
+    NVS_DIRECT_REQUIRE = 2, /* O_DIRECT; a refusal is an error of that request */
+};
+
+/* Outside the range of errno. */
+enum nvs_error {
+    NVS_ERROR_END_OF_FILE = -10001, /* a read met the end of the file within the wanted bytes */
+    NVS_ERROR_NO_PROGRESS = -10002, /* a transfer succeeded without moving an aligned amount */
+    NVS_ERROR_FORKED = -10003,      /* the caller is a forked child; the engine is the parent's */
+    NVS_ERROR_CLOSED = -10004,      /* the engine accepts nothing any more */
+};
+
+typedef struct nvs_engine nvs_engine;
+typedef struct nvs_file nvs_file;
+typedef struct nvs_request nvs_request;
+
+typedef struct {
+    const char *backend;      /* "aio", "posix", "skeleton", or "fault" (over aio) */
+    const char *fault_script; /* NULL, or the faults to inject over `backend`: see backend_fault.c */
+    uint64_t block_nbytes;    /* largest single transfer: a multiple of 4096, below 2 GiB */
+    uint32_t queue_depth;     /* most blocks in the kernel at once */
+    uint32_t thread_count;    /* threads of the posix backend */
+} nvs_options;
+
+typedef struct {
+    nvs_file *file;
+    void *memory;
+    uint64_t offset_bytes; /* aligned to the file's offset alignment while the file is direct */
+    uint64_t nbytes;       /* a direct write also zeroes the extent up to its offset alignment */
+    int32_t direction;
+} nvs_transfer;
+
+typedef struct {
+    int32_t status;              /* 0, or a negative code */
+    uint32_t tries;              /* of the failed block, since it last made progress */
+    uint64_t done_nbytes;        /* wanted bytes in blocks that succeeded */
+    uint64_t error_offset_bytes; /* in the file: where the first failure stopped */
+} nvs_result;
+
+/* Fields in the order of nvmeswap.stats.EngineStats. */
+typedef struct {
+    uint64_t read_direct_nbytes;
+    uint64_t read_buffered_nbytes;
+    uint64_t write_direct_nbytes;
+    uint64_t write_buffered_nbytes;
+    uint64_t bounced_nbytes;
+    uint64_t request_count;
+    uint64_t block_count;
+    uint64_t retry_count;
+    uint64_t error_count;
+    uint64_t in_flight_count;
+} nvs_stats;
+
+/* NULL on failure: then *status is the code, and reason says in one line what was refused. */
+nvs_engine *nvs_engine_open(const nvs_options *options, int32_t *status, char *reason,
+                            size_t reason_nbytes);
+
+/* Accepts nothing more, drains, joins the thread and frees the engine. -ETIMEDOUT: a transfer may
+ * still land, so engine and requests stay (the caller keeps the memory too) and close may be called
+ * again. -EINTR: a signal arrived; call again. In a forked child: does nothing, NVS_ERROR_FORKED. */
+int nvs_engine_close(nvs_engine *engine, int64_t timeout_ns);
+
+/* One crossing for any number of transfers: all are accepted, or none. The memory and the file must
+ * live until the request is finished. requests[i] is the caller's to release. */
+int nvs_engine_submit(nvs_engine *engine, const nvs_transfer *transfers, size_t count, int32_t lane,
+                      nvs_request **requests);
+
+int nvs_engine_stats(nvs_engine *engine, nvs_stats *stats);
+
+/* Replaces the script of an engine opened with one; counting starts anew. -EINVAL: not understood;
+ * -ENOTSUP: the engine has no fault backend. */
+int nvs_engine_inject(nvs_engine *engine, const char *fault_script);
+
+/* Takes over the descriptor. The alignments are powers of two, the memory's at most 4096. NULL when
+ * memory is short. */
+nvs_file *nvs_file_new(int fd, int32_t direct_mode, uint32_t offset_alignment_nbytes,
+                       uint32_t memory_alignment_nbytes);
+
+/* Is the file direct now? If it fell back, *fallback_errno says why, else it is 0. */
+int nvs_file_is_direct(nvs_file *file, int32_t *fallback_errno);
+
+/* Closes the descriptor as soon as no request needs it. */
+void nvs_file_release(nvs_file *file);
+
+/* 1 or 0, or NVS_ERROR_FORKED. Never blocks. */
+int nvs_request_done(nvs_request *request);
+
+/* 0 with *result filled, -ETIMEDOUT, -EINTR (call again), NVS_ERROR_FORKED. A negative timeout waits
+ * for ever. May be repeated, before and after the end. */
+int nvs_request_wait(nvs_request *request, int64_t timeout_ns, nvs_result *result);
+
+void nvs_request_release(nvs_request *request);
+
+/* Direct I/O alignment as statx tells it, by path. -EOPNOTSUPP: the kernel or the filesystem does not
+ * say; that does not mean that there is no direct I/O. */
+int nvs_probe_alignment(const char *path, uint32_t *memory_alignment_nbytes,
+                        uint32_t *offset_alignment_nbytes);

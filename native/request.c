@@ -1,0 +1,88 @@
+/* Lifetimes of requests and files: both are counted, so either side may let go first. */
+#define _GNU_SOURCE
+#include "engine.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+nvs_file *nvs_file_new(int fd, int32_t direct_mode, uint32_t offset_alignment_nbytes,
+                       uint32_t memory_alignment_nbytes)
+{
+    nvs_file *file = calloc(1, sizeof *file);
+    if (!file)
+        return NULL;
+    file->references = 1;
+    file->fd = fd;
+    file->direct_mode = direct_mode;
+    file->direct = direct_mode != NVS_DIRECT_OFF;
+    file->offset_alignment_nbytes = offset_alignment_nbytes;
+    file->memory_alignment_nbytes = memory_alignment_nbytes;
+    return file;
+}
+
+int nvs_file_is_direct(nvs_file *file, int32_t *fallback_errno)
+{
+    *fallback_errno = file->fallback_errno;
+    return file->direct;
+}
+
+/* Blocks already in the kernel keep the flag they were submitted with; that does no harm. */
+void file_fall_back(nvs_file *file, int reason)
+{
+    int flags = fcntl(file->fd, F_GETFL);
+    fcntl(file->fd, F_SETFL, flags & ~O_DIRECT);
+    file->fallback_errno = reason;
+    file->direct = false;
+}
+
+void nvs_file_release(nvs_file *file)
+{
+    if (atomic_fetch_sub(&file->references, 1) == 1) {
+        close(file->fd);
+        free(file);
+    }
+}
+
+nvs_request *request_new(const nvs_transfer *transfer)
+{
+    nvs_request *request = calloc(1, sizeof *request);
+    if (!request)
+        return NULL;
+    request->references = 2;
+    request->pid = getpid();
+    request->transfer = *transfer;
+    atomic_fetch_add(&transfer->file->references, 1);
+    return request;
+}
+
+void request_finish(nvs_request *request)
+{
+    nvs_file_release(request->transfer.file);
+    event_set(&request->finished);
+    nvs_request_release(request);
+}
+
+int nvs_request_done(nvs_request *request)
+{
+    if (request->pid != getpid())
+        return NVS_ERROR_FORKED;
+    return (int)atomic_load_explicit(&request->finished, memory_order_acquire);
+}
+
+int nvs_request_wait(nvs_request *request, int64_t timeout_ns, nvs_result *result)
+{
+    if (request->pid != getpid())
+        return NVS_ERROR_FORKED;
+    int rc = event_wait(&request->finished, timeout_ns);
+    if (rc == 0)
+        *result = request->result;
+    return rc;
+}
+
+void nvs_request_release(nvs_request *request)
+{
+    if (atomic_fetch_sub(&request->references, 1) == 1)
+        free(request);
+}

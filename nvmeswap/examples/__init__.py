@@ -1,0 +1,1 @@
+"""Complete programs: each trains something real with nvmeswap and can prove its result."""

@@ -1,0 +1,30 @@
+"""How bytes move: engine, requests, probe, alignment.
+
+    folder = probe_folder(path)                 # what works there
+    with Engine(backend=folder.backend) as engine:
+        file = engine.open(path / "a.swp")
+        engine.write(file, 0, tensor).wait()
+"""
+
+from nvmeswap.io.alignment import padded_nbytes
+from nvmeswap.io.engine import Engine
+from nvmeswap.io.filesystem import BufferedFallbackWarning, FilesystemWarning
+from nvmeswap.io.probe import FolderProbe, Refusal, probe_folder
+from nvmeswap.io.request import Request
+from nvmeswap.io.transfer import Direction, DirectMode, File, Lane, Transfer
+
+__all__ = [
+    "BufferedFallbackWarning",
+    "DirectMode",
+    "Direction",
+    "Engine",
+    "File",
+    "FilesystemWarning",
+    "FolderProbe",
+    "Lane",
+    "Refusal",
+    "Request",
+    "Transfer",
+    "padded_nbytes",
+    "probe_folder",
+]

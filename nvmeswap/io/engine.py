@@ -1,0 +1,276 @@
+"""The I/O engine: files in, transfers in, futures out."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+
+from nvmeswap.errors import SwapPathError, SwapTimeoutError, SwapUsageError
+from nvmeswap.io import native
+from nvmeswap.io.filesystem import warn_buffered
+from nvmeswap.io.request import Request
+from nvmeswap.io.transfer import Direction, DirectMode, File, Lane, Transfer
+from nvmeswap.stats import EngineStats
+
+if TYPE_CHECKING:
+    from nvmeswap._native import EngineHandle
+
+__all__ = ["DirectMode", "Direction", "Engine", "File", "Lane", "Transfer"]
+
+_BLOCK_MULTIPLE_NBYTES = 4096
+_BLOCK_LIMIT_NBYTES = 1 << 31
+_MEMORY_ALIGNMENT_LIMIT_NBYTES = 4096
+_DRAIN_AT_EXIT_S = 60.0
+# What open() says to O_DIRECT on a filesystem without it.
+_DIRECT_REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
+
+
+class Engine:
+    """Moves bytes between tensors and swap files, asynchronously.
+
+    One I/O thread of its own cuts requests into blocks, keeps up to `queue_depth` of them in the
+    kernel across all requests, and resumes, retries or fails them. Callers get one `Request` for
+    each transfer.
+
+        with Engine() as engine:
+            file = engine.open(path)                      # an existing file, large enough
+            engine.write(file, 0, tensor).wait()
+            engine.read(file, 0, other).wait()
+
+    Args:
+        backend: "aio", "posix", "skeleton" (slow, for reference) or "fault" (aio under a script).
+        block_nbytes: largest single transfer in bytes; a multiple of 4096, below 2 GiB.
+        queue_depth: most blocks in flight.
+        thread_count: threads of the posix backend.
+        fault_script: faults to inject over `backend`, for tests; see native/backend_fault.c.
+
+    Raises: SwapUsageError for a size out of range, SwapConfigError for a backend that is unknown or
+    that the kernel refuses, both here; SwapClosedError after `close()`, SwapForkError in a forked
+    child, SwapUsageError for a buffer or offset that can't be served, from every other method.
+    Blocking: only `close()`. Threads: any. Ownership: of buffers until their request is over; a
+    write of odd length into a direct file zeroes its extent up to the file's offset alignment,
+    never more, and a read never writes beyond the buffer's last byte. Not a place to keep things
+    under names: that is `store`.
+    """
+
+    def __init__(
+        self,
+        *,
+        backend: str = "aio",
+        block_nbytes: int = 1 << 20,
+        queue_depth: int = 32,
+        thread_count: int = 2,
+        fault_script: str | None = None,
+    ) -> None:
+        if block_nbytes % _BLOCK_MULTIPLE_NBYTES or not 0 < block_nbytes < _BLOCK_LIMIT_NBYTES:
+            raise SwapUsageError(f"block_nbytes is {block_nbytes}",
+                                 fix="use a multiple of 4096 below 2 GiB, such as 1 << 20")
+        if not 1 <= queue_depth <= 1 << 16 or not 1 <= thread_count <= 1 << 10:
+            raise SwapUsageError(f"queue_depth is {queue_depth}, thread_count {thread_count}",
+                                 fix="use 1 to 65536 and 1 to 1024, such as 32 and 2")
+        self.backend = backend
+        self._block_nbytes = block_nbytes
+        self._pid = os.getpid()
+        self._handle = native.open_engine(
+            backend=backend, block_nbytes=block_nbytes, queue_depth=queue_depth,
+            thread_count=thread_count, fault_script=fault_script,
+        )
+        self._accepting = True
+        self._lock = threading.Lock()  # the handle is used under it, and only while accepting
+        self._close_lock = threading.Lock()
+        # In order of submission. Requests hold their engine, and the finalizer holds this dict: so
+        # neither engine nor buffers can go while something is in flight, whoever forgets them.
+        self._in_flight: dict[Request, None] = {}
+        self._finalizer = weakref.finalize(
+            self, _close_forgotten, self._handle, self._in_flight, _DRAIN_AT_EXIT_S)
+
+    def open(
+        self,
+        path: Path,
+        *,
+        direct: DirectMode = DirectMode.PREFER,
+        offset_alignment_nbytes: int = 4096,
+        memory_alignment_nbytes: int = 512,
+    ) -> File:
+        """Open an existing file for reading and writing; the caller has sized it.
+
+        The alignments are what `probe_folder` found, powers of two. Raises SwapPathError when the
+        file can't be opened, or not directly although `direct` is REQUIRE.
+        """
+        self._require_own_process()
+        self._require_open()
+        for nbytes, limit_nbytes in (
+            (offset_alignment_nbytes, self._block_nbytes),
+            (memory_alignment_nbytes, _MEMORY_ALIGNMENT_LIMIT_NBYTES),
+        ):
+            if nbytes < 1 or nbytes & (nbytes - 1) or limit_nbytes % nbytes:
+                raise SwapUsageError(f"{nbytes} is no alignment for {path}",
+                                     fix=f"use a power of two that divides {limit_nbytes}")
+        fd, mode = _open_descriptor(path, direct)
+        handle = native.new_file(
+            fd, direct_mode=mode.value, offset_alignment_nbytes=offset_alignment_nbytes,
+            memory_alignment_nbytes=memory_alignment_nbytes,
+        )
+        return File(path, handle, offset_alignment_nbytes=offset_alignment_nbytes,
+                    memory_alignment_nbytes=memory_alignment_nbytes)
+
+    def read(
+        self, file: File, offset_bytes: int, buffer: torch.Tensor, *, lane: Lane = Lane.DEMAND
+    ) -> Request:
+        """Start filling `buffer` from the file."""
+        transfer = Transfer(file, Direction.READ, offset_bytes, buffer)
+        return self.submit_many([transfer], lane=lane)[0]
+
+    def write(
+        self, file: File, offset_bytes: int, buffer: torch.Tensor, *, lane: Lane = Lane.DEMAND
+    ) -> Request:
+        """Start writing `buffer` to the file."""
+        transfer = Transfer(file, Direction.WRITE, offset_bytes, buffer)
+        return self.submit_many([transfer], lane=lane)[0]
+
+    def submit_many(self, transfers: Sequence[Transfer], *, lane: Lane) -> list[Request]:
+        """Start any number of transfers at the cost of one call; all start, or none."""
+        self._require_own_process()
+        for transfer in transfers:
+            _check_transfer(transfer)
+        with self._lock:
+            self._require_open()
+            handles = native.submit(self._handle, transfers, lane)
+            requests = [
+                Request(handle, transfer, self)
+                for handle, transfer in zip(handles, transfers, strict=True)
+            ]
+            self._in_flight.update(dict.fromkeys(requests))
+        self._prune()
+        return requests
+
+    def stats(self) -> EngineStats:
+        """Counters since the engine was opened."""
+        self._require_own_process()
+        with self._lock:
+            self._require_open()
+            return native.engine_stats(self._handle)
+
+    def inject(self, fault_script: str) -> None:
+        """For tests: replace the script of an engine opened with `fault_script` or as "fault".
+        Blocks are counted anew. Raises SwapUsageError when there is none or it isn't understood."""
+        self._require_own_process()
+        with self._lock:
+            self._require_open()
+            native.inject(self._handle, fault_script)
+
+    def close(self, timeout_s: float = 60.0) -> None:
+        """Accept nothing more, and block until everything in flight has landed. May be repeated.
+
+        Raises SwapTimeoutError when that takes longer: then buffers stay alive, because a late
+        transfer may still land in them, and `close` may be called again. In a forked child it does
+        nothing. Errors of the requests stay with the requests.
+        """
+        if os.getpid() != self._pid:
+            return
+        with self._close_lock:
+            if not self._finalizer.alive:
+                return
+            with self._lock:
+                self._accepting = False
+            if native.close_engine(self._handle, timeout_s):
+                self._finalizer.detach()
+                self._in_flight.clear()
+                return
+            # Whoever has been told once is not made to wait again at exit.
+            self._finalizer.detach()
+            self._finalizer = weakref.finalize(
+                self, _close_forgotten, self._handle, self._in_flight, 0.0)
+        raise SwapTimeoutError(
+            f"the engine was not drained within {timeout_s} s",
+            cause=f"{len(self._in_flight)} requests are not over",
+            intact="their buffers stay alive",
+            fix="close again; if it never ends, see `dmesg` for the drive's state",
+        )
+
+    def forget(self, request: Request) -> None:
+        """For request.py: it is over, so its buffer may go."""
+        self._in_flight.pop(request, None)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _prune(self) -> None:
+        """Let go of requests that nobody waited for. Oldest first, and no further than the first
+        one in flight, so that each costs one look."""
+        while (oldest := next(iter(self._in_flight), None)) is not None and oldest.done():
+            self.forget(oldest)
+
+    def _require_own_process(self) -> None:
+        # Before any lock: in a child it may have been copied while a thread of the parent held it.
+        if os.getpid() != self._pid:
+            raise native.fork_error()
+
+    def _require_open(self) -> None:
+        if not self._accepting:
+            raise native.closed_error("the engine")
+
+
+def _check_transfer(transfer: Transfer) -> None:
+    buffer, file, offset_bytes = transfer.buffer, transfer.file, transfer.offset_bytes
+    if not isinstance(buffer, torch.Tensor) or buffer.device.type != "cpu":
+        raise SwapUsageError("a buffer must be a CPU tensor", path=file.path, fix="copy it first")
+    if buffer.layout is not torch.strided or not buffer.is_contiguous():
+        raise SwapUsageError("a buffer must be contiguous", path=file.path,
+                             fix="pass buffer.contiguous(), or a flat view")
+    if not 0 <= offset_bytes <= (1 << 63) - 1 - buffer.nbytes:
+        raise SwapUsageError(f"offset {offset_bytes} is out of range", path=file.path)
+    if offset_bytes % file.offset_alignment_nbytes and file.direct:
+        raise SwapUsageError(
+            f"offset {offset_bytes} of a direct file is not aligned", path=file.path,
+            fix=f"place extents at multiples of {file.offset_alignment_nbytes}",
+        )
+
+
+def _open_descriptor(path: Path, direct: DirectMode) -> tuple[int, DirectMode]:
+    flags = os.O_RDWR | os.O_CLOEXEC
+    try:
+        if direct is DirectMode.OFF:
+            return os.open(path, flags), direct
+        return os.open(path, flags | os.O_DIRECT), direct
+    except OSError as error:
+        code = error.errno or 0
+        direct_refused = direct is not DirectMode.OFF and code in _DIRECT_REFUSALS
+        if not direct_refused or direct is DirectMode.REQUIRE:
+            fix = 'use another folder, or direct mode "prefer"' if direct_refused else None
+            raise SwapPathError(f"{path} could not be opened", path=path, errno=code,
+                                fix=fix) from error
+    opened = _open_descriptor(path, DirectMode.OFF)
+    warn_buffered(path.parent, code)
+    return opened
+
+
+def _close_forgotten(
+    handle: EngineHandle, in_flight: dict[Request, None], timeout_s: float
+) -> None:
+    """At exit, or when an engine with nothing in flight is collected."""
+    if native.close_engine(handle, timeout_s):
+        return
+    # Interpreter shutdown would free the buffers, and a late transfer would land in freed memory.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(in_flight))
+    if timeout_s > 0:
+        warnings.warn(f"{len(in_flight)} transfers were not over {timeout_s} s after the end",
+                      RuntimeWarning, stacklevel=2)

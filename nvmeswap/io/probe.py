@@ -1,0 +1,152 @@
+"""What a folder can do, found out by doing it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from nvmeswap.errors import SwapConfigError, SwapIOError, SwapPathError
+from nvmeswap.io import native
+from nvmeswap.io.alignment import padded_nbytes
+from nvmeswap.io.engine import Engine
+from nvmeswap.io.filesystem import filesystem_type, warn_filesystem
+from nvmeswap.io.transfer import DirectMode
+
+# Extents start at multiples of it even where 512 would do: drives have 4096-byte sectors too.
+_LAYOUT_ALIGNMENT_NBYTES = 4096
+# What is assumed of memory where statx doesn't say: a page satisfies every filesystem.
+_PAGE_NBYTES = 4096
+_TRIAL_NBYTES = 1 << 16
+_LADDER = ("aio", "posix")
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A backend that was tried before the chosen one, and why it wasn't taken."""
+
+    backend: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FolderProbe:
+    """What `probe_folder` found: pass `backend` to `Engine`, the rest to `Engine.open`.
+
+    `direct`: a direct write and read came back equal. `offset_alignment_nbytes`: for offsets and
+    padded lengths, 4096 or more. `memory_alignment_nbytes`: for memory to be used in place.
+    """
+
+    folder: Path
+    filesystem: str
+    backend: str
+    direct: bool
+    offset_alignment_nbytes: int
+    memory_alignment_nbytes: int
+    refused: tuple[Refusal, ...]
+
+
+def probe_folder(
+    folder: Path, *, backend: str = "auto", direct: DirectMode = DirectMode.PREFER
+) -> FolderProbe:
+    """Choose backend and mode for a folder by a real aligned write and read in it.
+
+    "auto" tries aio, then posix; a name tries that one only. Leaves nothing behind. Warns once a
+    folder (`BufferedFallbackWarning`) when direct I/O is refused, at the open or later, and
+    (`FilesystemWarning`) when the filesystem isn't a local disk's.
+
+    Raises SwapPathError when the folder is missing, no folder or not writable, when direct I/O is
+    REQUIRED and refused, and when no backend passes. Blocks for a few milliseconds.
+    """
+    trial_path = _create_trial_file(folder)
+    try:
+        filesystem = filesystem_type(folder)
+        warn_filesystem(folder, filesystem)
+        memory_nbytes, offset_nbytes = native.probe_alignment(trial_path) or (_PAGE_NBYTES, 1)
+        offset_nbytes = max(offset_nbytes, _LAYOUT_ALIGNMENT_NBYTES)
+        refused: list[Refusal] = []
+        for name in _LADDER if backend == "auto" else (backend,):
+            try:
+                is_direct = _try_backend(name, trial_path, direct, offset_nbytes, memory_nbytes)
+            except (SwapConfigError, SwapIOError) as error:
+                if direct is DirectMode.REQUIRE and error.errno == errno.EINVAL:
+                    raise _direct_refused(folder, filesystem, error) from error
+                refused.append(Refusal(name, _reason(error)))
+                continue
+            return FolderProbe(folder, filesystem, name, is_direct, offset_nbytes, memory_nbytes,
+                               tuple(refused))
+    finally:
+        trial_path.unlink(missing_ok=True)
+    raise SwapPathError(
+        f"no I/O backend works in {folder} ({filesystem})", path=folder,
+        cause="; ".join(f"{refusal.backend}: {refusal.reason}" for refusal in refused),
+        fix="use a folder on a local drive",
+    )
+
+
+def _try_backend(
+    name: str, path: Path, direct: DirectMode, offset_nbytes: int, memory_nbytes: int
+) -> bool:
+    """Whether it was direct to the end. Raises SwapConfigError or SwapIOError if it failed."""
+    nbytes = max(_TRIAL_NBYTES, offset_nbytes)
+    memory = torch.zeros(3 * nbytes, dtype=torch.uint8)
+    start = padded_nbytes(memory.data_ptr(), nbytes) - memory.data_ptr()
+    written, came_back = memory[start:].narrow(0, 0, 2 * nbytes).split(nbytes)
+    written.copy_(torch.arange(nbytes) % 251)
+    came_back.fill_(0)
+    block_nbytes = max(1 << 20, offset_nbytes)
+    with Engine(backend=name, queue_depth=4, block_nbytes=block_nbytes) as engine:
+        file = engine.open(path, direct=direct, offset_alignment_nbytes=offset_nbytes,
+                           memory_alignment_nbytes=memory_nbytes)
+        try:
+            engine.write(file, 0, written).wait()
+            engine.read(file, 0, came_back).wait()
+            if not torch.equal(written, came_back):
+                raise SwapIOError("the bytes read differ from those written", path=path)
+            return file.direct
+        finally:
+            file.close()
+
+
+def _create_trial_file(folder: Path) -> Path:
+    """A file in the folder, which proves that it is one and can be written."""
+    try:
+        facts = folder.stat()
+    except OSError as error:
+        raise SwapPathError(f"the folder {folder} can't be used", path=folder, errno=error.errno,
+                            fix=f"create it: mkdir -p {folder}") from error
+    if not stat.S_ISDIR(facts.st_mode):
+        raise SwapPathError(f"{folder} is not a folder", path=folder, errno=errno.ENOTDIR,
+                            fix="name a folder, on the drive that is to be swapped to")
+    try:
+        fd, name = tempfile.mkstemp(prefix=".nvmeswap-probe-", dir=folder)
+    except OSError as error:
+        raise SwapPathError(
+            f"the folder {folder} can't be written", path=folder, errno=error.errno,
+            cause=f"uid {os.geteuid()}, owner {facts.st_uid}, mode {stat.filemode(facts.st_mode)}",
+            fix=f"chown {os.geteuid()} {folder}, or free space on it, or name another folder",
+        ) from error
+    os.close(fd)
+    return Path(name)
+
+
+def _direct_refused(
+    folder: Path, filesystem: str, error: SwapConfigError | SwapIOError
+) -> SwapPathError:
+    return SwapPathError(
+        f"direct I/O is required but refused in {folder} ({filesystem})", path=folder,
+        errno=error.errno, fix='use a folder on ext4 or xfs, or direct mode "prefer"',
+    )
+
+
+def _reason(error: SwapConfigError | SwapIOError) -> str:
+    facts = [error.what, error.cause]
+    if error.errno is not None:
+        name = errno.errorcode.get(error.errno, str(error.errno))
+        facts.append(f"{name} ({os.strerror(error.errno)})")
+    return ", ".join(fact for fact in facts if fact)

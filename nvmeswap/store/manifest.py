@@ -1,0 +1,156 @@
+"""What is stored under which key, in memory and as manifest.json.
+
+    {"format": 1, "run": "a1", "rank": 0, "world_size": 2,
+     "entries": {"layer.0.weight": {"file": "params.swp", "dtype": "bfloat16", "shape": [8, 4],
+        "stride": [4, 1], "offset_bytes": 0, "nbytes": 64, "padded_nbytes": 4096, "generation": 3,
+        "written": [[0, 64, "9c5a..."]]}}}
+
+`written` lists [first byte, end byte, xxh3_64 in hexadecimal or null]. A reader must refuse another
+format number; it may ignore fields it does not know. The file is replaced by an atomic rename.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nvmeswap.errors import SwapManifestError
+from nvmeswap.store.extents import Extent
+from nvmeswap.store.written import WrittenRange, WrittenRanges
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What a tensor is, apart from its values. `stride` is remembered for who rebuilds it; the
+    stored bytes are always the dense elements."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the dense elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(slots=True)
+class ManifestEntry:
+    """One key: where its bytes are, how often they were written, and the sums known for them."""
+
+    file: str
+    spec: TensorSpec
+    extent: Extent
+    generation: int = 0
+    written: WrittenRanges = field(default_factory=WrittenRanges)
+
+
+@dataclass(slots=True)
+class Manifest:
+    """All keys of one rank's folder. Does no locking: its owner does."""
+
+    run: str
+    rank: int
+    world_size: int
+    entries: dict[str, ManifestEntry] = field(default_factory=dict)
+
+    def check(self, key: str, spec: TensorSpec) -> None:
+        """Raises SwapManifestError, naming the first field that differs, if `key` holds something
+        else than `spec` ("key" when it holds nothing)."""
+        entry = self.entries.get(key)
+        if entry is None:
+            raise SwapManifestError(f'nothing is stored under "{key}"', field="key")
+        for name in ("dtype", "shape", "stride"):
+            _compare(f'"{key}"', name, getattr(entry.spec, name), getattr(spec, name))
+
+    def check_header(self, *, run: str, rank: int, world_size: int) -> None:
+        """Raises SwapManifestError, naming the field, if this is another run's or rank's."""
+        _compare("the manifest", "world_size", self.world_size, world_size)
+        _compare("the manifest", "rank", self.rank, rank)
+        _compare("the manifest", "run", self.run, run)
+
+    def save(self, path: Path) -> None:
+        """Writes the file beside `path`, then renames it over; blocks. Raises OSError."""
+        content = {
+            "format": FORMAT,
+            "run": self.run,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "entries": {key: _entry_to_json(entry) for key, entry in self.entries.items()},
+        }
+        partial = path.with_suffix(".partial")
+        with partial.open("w") as file:
+            json.dump(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Manifest:
+        """Reads what `save` wrote; blocks. Raises SwapManifestError (field "format") for anything
+        else, and OSError."""
+        try:
+            content = json.loads(path.read_bytes())
+            _compare("the manifest", "format", content["format"], FORMAT)
+            return cls(
+                run=str(content["run"]),
+                rank=int(content["rank"]),
+                world_size=int(content["world_size"]),
+                entries={k: _entry_from_json(entry) for k, entry in content["entries"].items()},
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SwapManifestError(
+                f"not a manifest ({type(error).__name__}: {error})", field="format", path=path
+            ) from error
+
+
+def _compare(whose: str, field_name: str, stored: object, asked: object) -> None:
+    if stored != asked:
+        raise SwapManifestError(
+            f"{whose}: {field_name} differs: stored {stored}, asked for {asked}",
+            field=field_name,
+            fix="read it as it was written, or store it anew",
+        )
+
+
+def _entry_to_json(entry: ManifestEntry) -> dict[str, Any]:
+    return {
+        "file": entry.file,
+        "dtype": str(entry.spec.dtype).removeprefix("torch."),
+        "shape": list(entry.spec.shape),
+        "stride": list(entry.spec.stride),
+        "offset_bytes": entry.extent.offset_bytes,
+        "nbytes": entry.extent.nbytes,
+        "padded_nbytes": entry.extent.padded_nbytes,
+        "generation": entry.generation,
+        "written": [
+            [each.first_byte, each.end_byte, None if each.digest is None else f"{each.digest:016x}"]
+            for each in entry.written.ranges
+        ],
+    }
+
+
+def _entry_from_json(content: dict[str, Any]) -> ManifestEntry:
+    dtype = getattr(torch, content["dtype"])
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{content['dtype']} is not a dtype")
+    return ManifestEntry(
+        file=content["file"],
+        spec=TensorSpec(dtype, tuple(content["shape"]), tuple(content["stride"])),
+        extent=Extent(content["offset_bytes"], content["nbytes"], content["padded_nbytes"]),
+        generation=content["generation"],
+        written=WrittenRanges(
+            [
+                WrittenRange(first_byte, end_byte, None if digest is None else int(digest, 16))
+                for first_byte, end_byte, digest in content["written"]
+            ]
+        ),
+    )

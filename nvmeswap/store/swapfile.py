@@ -1,0 +1,124 @@
+"""A .swp file: its space, taken up front, and its face in the engine.
+
+Facts. fallocate mode 0 takes the space and moves the size, so that no later write extends the file
+(extending takes the inode's lock and is done by kernel workers). Past free space ext4 keeps what it
+could get, so a failure must be truncated back. glibc's posix_fallocate hides a filesystem that
+can't (it writes a byte into every block instead), so the system call itself is asked: EOPNOTSUPP
+or EINVAL mean ftruncate, and then a full disk shows up in the first write. ramfs and some network
+filesystems report no sizes at all: then there is nothing to check.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+from pathlib import Path
+
+from nvmeswap.errors import SwapPathError, SwapSpaceError, SwapWriteError
+from nvmeswap.io.engine import DirectMode, Engine, File
+from nvmeswap.io.probe import FolderProbe
+from nvmeswap.store.extents import Extent, ExtentAllocator
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_GROWTH_NBYTES = 64 << 20  # arbitrary: few growths for small tensors, little wasted on the last
+
+
+class SwapFile:
+    """One file and the extents in it. Does no locking: its store does.
+
+    Attributes: `path`; `file`, for the engine; `nbytes`, its size, all of it allocated.
+    """
+
+    def __init__(self, path: Path, nbytes: int, engine: Engine, probe: FolderProbe,
+                 alignment_nbytes: int) -> None:
+        """Creates the file with `nbytes` of space. Blocks for as long as the filesystem takes.
+
+        Raises SwapSpaceError (the filesystem is full, nothing is left behind), SwapPathError (the
+        file exists, or can't be created), SwapWriteError (any other refusal of space).
+        """
+        self.path = path
+        self.nbytes = 0
+        self.extents = ExtentAllocator(alignment_nbytes)
+        try:
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        except OSError as error:
+            raise SwapPathError(
+                "a swap file can't be created", path=path, errno=error.errno,
+                fix="remove the file if it is there: nobody may share a swap file",
+            ) from error
+        try:
+            self._grow_to(nbytes)
+            self.file: File = engine.open(
+                path,
+                direct=DirectMode.PREFER if probe.direct else DirectMode.OFF,
+                offset_alignment_nbytes=probe.offset_alignment_nbytes,
+                memory_alignment_nbytes=probe.memory_alignment_nbytes,
+            )
+        except BaseException:
+            path.unlink()
+            raise
+
+    def allocate(self, nbytes: int) -> Extent:
+        """An extent, growing the file where needed: by a large piece, or where that does not fit,
+        by just enough. Raises SwapSpaceError with the file as it was."""
+        extent = self.extents.allocate(nbytes)
+        try:
+            if self.extents.end_bytes > self.nbytes:
+                try:
+                    self._grow_to(self.extents.end_bytes + _GROWTH_NBYTES)
+                except SwapSpaceError:
+                    self._grow_to(self.extents.end_bytes)
+        except BaseException:
+            self.extents.free(extent)
+            raise
+        return extent
+
+    def close(self) -> None:
+        """Closes it in the engine. The file stays; removing it is the owner's."""
+        self.file.close()
+
+    def _grow_to(self, nbytes: int) -> None:
+        more_nbytes = nbytes - self.nbytes
+        usage = shutil.disk_usage(self.path.parent)
+        if usage.total and more_nbytes > usage.free:
+            raise self._space_error(more_nbytes, None)
+        with self.path.open("r+b") as file:
+            try:
+                _take_space(file.fileno(), self.nbytes, more_nbytes)
+            except OSError as error:
+                os.ftruncate(file.fileno(), self.nbytes)
+                if error.errno in _FULL:
+                    raise self._space_error(more_nbytes, error.errno) from error
+                raise SwapWriteError(
+                    "a swap file can't get its space", path=self.path, wanted_nbytes=more_nbytes,
+                    errno=error.errno, intact="the file is as it was",
+                    fix="see `ulimit -f` for EFBIG",
+                ) from error
+        self.nbytes = nbytes
+
+    def _space_error(self, wanted_nbytes: int, error_number: int | None) -> SwapSpaceError:
+        return SwapSpaceError(
+            "the filesystem for swap files is full",
+            path=self.path,
+            wanted_nbytes=wanted_nbytes,
+            got_nbytes=shutil.disk_usage(self.path.parent).free,
+            errno=error_number,
+            intact="nothing was written, and the space that was taken is given back",
+            fix='free space, or choose another "nvme_path"',
+        )
+
+
+def _take_space(fd: int, offset_bytes: int, nbytes: int) -> None:
+    if not nbytes:
+        return
+    while _libc.fallocate(fd, 0, ctypes.c_int64(offset_bytes), ctypes.c_int64(nbytes)) != 0:
+        error_number = ctypes.get_errno()
+        if error_number == errno.EINTR:
+            continue
+        if error_number in (errno.EOPNOTSUPP, errno.EINVAL):
+            os.ftruncate(fd, offset_bytes + nbytes)
+            return
+        raise OSError(error_number, os.strerror(error_number))

@@ -1,0 +1,189 @@
+/* Several threads on one engine, each comparing what it reads with what it wrote, over every backend
+ * and under faults. Run by test_native_under_sanitizers.py; usage: native_stress FILE. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "../../native/backend.h"
+#include "../../native/interface.h"
+#include "../../native/split.h"
+
+enum { THREADS = 4, STEPS = 20, BATCH = 7, EXTENT = 1 << 17 };
+
+#define REQUIRE(condition)                                                                  \
+    do {                                                                                    \
+        if (!(condition)) {                                                                 \
+            fprintf(stderr, "line %d: %s\n", __LINE__, #condition);                         \
+            exit(1);                                                                        \
+        }                                                                                   \
+    } while (0)
+
+struct worker {
+    nvs_engine *engine;
+    nvs_file *file;
+    unsigned seed;
+    uint64_t start_bytes;
+    pthread_t thread;
+};
+
+static void move_batch(struct worker *worker, int direction, char **memory, const uint64_t *nbytes)
+{
+    nvs_transfer transfers[BATCH];
+    nvs_request *requests[BATCH];
+    for (int i = 0; i < BATCH; i++)
+        transfers[i] = (nvs_transfer){
+            .file = worker->file,
+            .memory = memory[i],
+            .offset_bytes = worker->start_bytes + (uint64_t)i * EXTENT,
+            .nbytes = nbytes[i],
+            .direction = direction,
+        };
+    int lane = (int)(rand_r(&worker->seed) % NVS_LANE_COUNT);
+    REQUIRE(nvs_engine_submit(worker->engine, transfers, BATCH, lane, requests) == 0);
+    for (int i = 0; i < BATCH; i++) {
+        nvs_result result;
+        REQUIRE(nvs_request_wait(requests[i], 0, &result) <= 0);
+        REQUIRE(nvs_request_wait(requests[i], -1, &result) == 0);
+        REQUIRE(result.status == 0 && result.done_nbytes == nbytes[i]);
+        REQUIRE(nvs_request_done(requests[i]) == 1);
+        nvs_request_release(requests[i]);
+    }
+}
+
+static void *work(void *argument)
+{
+    struct worker *worker = argument;
+    char *written[BATCH], *came_back[BATCH];
+    uint64_t nbytes[BATCH];
+    for (int step = 0; step < STEPS; step++) {
+        for (int i = 0; i < BATCH; i++) {
+            nbytes[i] = rand_r(&worker->seed) % (EXTENT - 4096);
+            /* The heap's addresses are misaligned by themselves, and a block ends where its bytes
+             * do, so that a sanitizer sees one byte too many. */
+            written[i] = malloc(nbytes[i]);
+            came_back[i] = malloc(nbytes[i]);
+            memset(written[i], (int)rand_r(&worker->seed), nbytes[i]);
+            memset(came_back[i], 0xAA, nbytes[i]);
+        }
+        move_batch(worker, NVS_WRITE, written, nbytes);
+        move_batch(worker, NVS_READ, came_back, nbytes);
+        for (int i = 0; i < BATCH; i++) {
+            REQUIRE(memcmp(written[i], came_back[i], nbytes[i]) == 0);
+            free(written[i]);
+            free(came_back[i]);
+        }
+        nvs_stats stats;
+        REQUIRE(nvs_engine_stats(worker->engine, &stats) == 0);
+    }
+    return NULL;
+}
+
+static nvs_engine *open_engine(const char *backend, const char *script)
+{
+    char reason[256];
+    int32_t status;
+    nvs_options options = {.backend = backend, .fault_script = script, .block_nbytes = 16384,
+                           .queue_depth = 6, .thread_count = 3};
+    nvs_engine *engine = nvs_engine_open(&options, &status, reason, sizeof reason);
+    if (!engine)
+        fprintf(stderr, "%s: %s (%d)\n", backend, reason, status);
+    REQUIRE(engine);
+    return engine;
+}
+
+static void stress(const char *backend, const char *script, const char *path)
+{
+    nvs_engine *engine = open_engine(backend, script);
+    int fd = open(path, O_RDWR | O_CREAT | O_DIRECT | O_CLOEXEC, 0600);
+    REQUIRE(fd >= 0 && ftruncate(fd, (off_t)THREADS * BATCH * EXTENT) == 0);
+    nvs_file *file = nvs_file_new(fd, NVS_DIRECT_PREFER, 4096, 512);
+    struct worker workers[THREADS];
+    for (int i = 0; i < THREADS; i++) {
+        workers[i] = (struct worker){engine, file, (unsigned)i + 1,
+                                     (uint64_t)i * BATCH * EXTENT, 0};
+        REQUIRE(pthread_create(&workers[i].thread, NULL, work, &workers[i]) == 0);
+    }
+    for (int i = 0; i < THREADS; i++)
+        pthread_join(workers[i].thread, NULL);
+    nvs_file_release(file);
+    REQUIRE(nvs_engine_close(engine, -1) == 0);
+}
+
+/* Nobody waits; close lands everything, and the last reference closes the file. */
+static void abandon(const char *backend, const char *path)
+{
+    static char memory[BATCH][EXTENT];
+    nvs_engine *engine = open_engine(backend, "any * delay 1");
+    nvs_file *file = nvs_file_new(open(path, O_RDWR | O_CLOEXEC), NVS_DIRECT_OFF, 4096, 512);
+    nvs_transfer transfers[BATCH];
+    nvs_request *requests[BATCH];
+    for (int i = 0; i < BATCH; i++)
+        transfers[i] = (nvs_transfer){file, memory[i], (uint64_t)i * EXTENT, EXTENT, NVS_READ};
+    REQUIRE(nvs_engine_submit(engine, transfers, BATCH, NVS_PREFETCH, requests) == 0);
+    for (int i = 0; i < BATCH; i++)
+        nvs_request_release(requests[i]);
+    nvs_file_release(file);
+    int rc;
+    while ((rc = nvs_engine_close(engine, 1000)) == -ETIMEDOUT)
+        continue;
+    REQUIRE(rc == 0);
+}
+
+/* A backend that lacks a hook, or speaks another ABI, is refused by name when it is chosen. */
+static int broken_open(void **state, struct backend_options *options)
+{
+    (void)state, (void)options;
+    return 0;
+}
+
+static void refuse_broken_backends(void)
+{
+    static const struct backend lacking = {.abi = BACKEND_ABI, .name = "lacking", .open = broken_open};
+    static const struct backend alien = {.abi = BACKEND_ABI + 1, .name = "alien"};
+    char reason[256] = "";
+    backend_register(&lacking);
+    backend_register(&alien);
+    REQUIRE(!backend_choose("lacking", reason, sizeof reason) && strstr(reason, "submit"));
+    REQUIRE(!backend_choose("alien", reason, sizeof reason) && strstr(reason, "ABI"));
+    REQUIRE(!backend_choose("missing", reason, sizeof reason) && strstr(reason, "skeleton"));
+}
+
+/* field case A06: sizes beyond 32 bits, without any I/O. */
+static void count_blocks_of_large_requests(void)
+{
+    uint64_t sizes[] = {(1ULL << 31) + 4096, (1ULL << 33) + 1};
+    for (int i = 0; i < 2; i++) {
+        uint64_t cut_nbytes = 0, block_count = 0;
+        while (cut_nbytes < sizes[i]) {
+            cut_nbytes += split_next_nbytes(sizes[i], cut_nbytes, 4096);
+            block_count++;
+        }
+        REQUIRE(cut_nbytes == sizes[i] && block_count == (sizes[i] + 4095) / 4096);
+    }
+    uint32_t done_nbytes = 4096;
+    REQUIRE(split_progress(&done_nbytes, 100, 1U << 30, 4096) == SPLIT_STUCK);
+    REQUIRE(split_progress(&done_nbytes, 5000, 1U << 30, 4096) == SPLIT_RESUME && done_nbytes == 8192);
+    REQUIRE(split_progress(&done_nbytes, 1U << 31, 1U << 30, 4096) == SPLIT_FINISHED);
+}
+
+int main(int argument_count, char **arguments)
+{
+    static const char *const backends[] = {"aio", "posix", "skeleton"};
+    REQUIRE(argument_count == 2);
+    refuse_broken_backends();
+    count_blocks_of_large_requests();
+    for (size_t i = 0; i < sizeof backends / sizeof *backends; i++) {
+        stress(backends[i], NULL, arguments[1]);
+        stress(backends[i], "any 5 short 4096; any 50 errno 11; any 80 busy; any 120 errno 22; "
+                            "any 200 short 9000; any 300 delay 5; read 90 errno 4", arguments[1]);
+        abandon(backends[i], arguments[1]);
+    }
+    puts("done");
+    return 0;
+}

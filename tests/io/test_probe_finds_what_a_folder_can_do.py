@@ -1,0 +1,146 @@
+"""The probe finds out by doing, leaves nothing behind, and names what is wrong."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nvmeswap.errors import SwapPathError
+from nvmeswap.io import BufferedFallbackWarning, DirectMode, Engine, FilesystemWarning, probe
+from nvmeswap.io import filesystem as filesystems
+from nvmeswap.io.probe import probe_folder
+
+pytestmark = pytest.mark.filterwarnings("ignore::nvmeswap.io.FilesystemWarning")
+
+
+def with_faults(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """The probe's engines run under the script."""
+    monkeypatch.setattr(probe, "Engine", functools.partial(Engine, fault_script=script))
+
+
+@pytest.mark.parametrize("backend", ("auto", "aio", "posix", "skeleton"))
+def test_prober_of_a_good_folder_learns_its_mode_and_finds_it_clean(
+    tmp_path: Path, backend: str
+) -> None:
+    """Else the store opens files with alignments that the drive refuses.  field case A14"""
+    found = probe_folder(tmp_path, backend=backend)
+    assert found.folder == tmp_path
+    assert found.backend == ("aio" if backend == "auto" else backend)
+    assert found.offset_alignment_nbytes >= 4096
+    assert 4096 % found.memory_alignment_nbytes == 0
+    assert found.refused == ()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_prober_who_wants_no_direct_io_gets_none(tmp_path: Path) -> None:
+    """Else a setting is ignored."""
+    assert not probe_folder(tmp_path, direct=DirectMode.OFF).direct
+
+
+def test_prober_where_the_first_transfer_is_refused_falls_back_with_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else only open() is believed, and training fails at the first write.  field case A13"""
+    with_faults(monkeypatch, "write 1 errno 22")
+    with pytest.warns(BufferedFallbackWarning) as told:
+        found = probe_folder(tmp_path)
+        assert probe_folder(tmp_path) == found
+    assert (found.direct, found.backend) == (False, "aio")
+    assert len([one for one in told if one.category is BufferedFallbackWarning]) == 1
+    text = str(told[0].message)
+    assert str(tmp_path) in text
+    assert found.filesystem in text
+    assert "22" in text
+    with pytest.raises(SwapPathError) as raised:
+        probe_folder(tmp_path, direct=DirectMode.REQUIRE)
+    assert (raised.value.errno, raised.value.path) == (errno.EINVAL, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("fault", ("write 1 errno 38", "read 1 flip"))
+def test_prober_where_a_backend_fails_or_lies_climbs_down_and_keeps_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Else a container without AIO has no swap, or nobody knows why it is slow."""
+
+    def engine(*, backend: str, **options: int) -> Engine:
+        return Engine(backend=backend, fault_script=fault if backend == "aio" else None, **options)
+
+    monkeypatch.setattr(probe, "Engine", engine)
+    found = probe_folder(tmp_path)
+    assert (found.backend, found.direct) == ("posix", True)
+    assert [refusal.backend for refusal in found.refused] == ["aio"]
+    assert found.refused[0].reason
+
+
+def test_prober_of_an_unknown_backend_learns_which_exist(tmp_path: Path) -> None:
+    """Else a typing error in the configuration is a riddle."""
+    with pytest.raises(SwapPathError) as raised:
+        probe_folder(tmp_path, backend="oai")
+    assert raised.value.cause is not None
+    assert "posix" in raised.value.cause
+
+
+def test_prober_of_a_missing_folder_or_a_file_is_told_which(tmp_path: Path) -> None:
+    """Else the error names a temporary file that the user never heard of."""
+    (tmp_path / "file").touch()
+    for name, code in (("missing", errno.ENOENT), ("file", errno.ENOTDIR)):
+        with pytest.raises(SwapPathError) as raised:
+            probe_folder(tmp_path / name)
+        assert (raised.value.errno, raised.value.path) == (code, tmp_path / name)
+        assert raised.value.fix
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_prober_without_permission_is_told_user_mode_and_fix(tmp_path: Path) -> None:
+    """Else "Permission denied" says neither who nor where."""
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder.stat().st_uid == 0 and str(folder).startswith("/tmp/pytest"):
+            folder.chmod(0o755)
+    program = (
+        "import sys, os; from pathlib import Path; from nvmeswap.io import probe_folder\n"
+        "os.seteuid(65534)\n"
+        "from nvmeswap.errors import SwapPathError\n"
+        "try: probe_folder(Path(sys.argv[1]))\n"
+        "except SwapPathError as error: print(error.errno, error.path, error.cause, error.fix)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], text=True, check=True,
+                          capture_output=True, timeout=60, cwd=Path(__file__).parents[2])
+    assert done.stdout.startswith(f"{errno.EACCES} {tmp_path} uid 65534"), done.stdout + done.stderr
+    assert "drwxr-xr-x" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("kind", "word"),
+    (("btrfs", "page cache"), ("zfs", "cache"), ("overlay", "page cache"), ("nfs4", "network"),
+     ("cifs", "network"), ("fuse.sshfs", "page cache"), ("tmpfs", "RAM")),
+)
+def test_prober_on_a_special_filesystem_is_warned_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, word: str
+) -> None:
+    """Else "direct" is believed where it means nothing.  field case A15"""
+    monkeypatch.setattr(probe, "filesystem_type", lambda folder: kind)
+    with pytest.warns(FilesystemWarning, match=word) as told:
+        assert probe_folder(tmp_path).filesystem == kind
+        probe_folder(tmp_path)
+    assert len(told) == 1
+
+
+def test_filesystem_of_a_folder_is_that_of_its_nearest_and_latest_mount(tmp_path: Path) -> None:
+    """Else the warning names the root filesystem, or misses a mount point with a blank."""
+    mountinfo = tmp_path / "mountinfo"
+    mountinfo.write_text(
+        "21 1 8:1 / / rw - ext4 /dev/sda1 rw\n"
+        "22 21 0:20 / /data rw shared:1 - xfs /dev/sdb rw\n"
+        "23 22 0:21 / /data/my\\040disk rw - btrfs /dev/sdc rw\n"
+        "24 21 0:22 / /data rw - nfs4 host:/x rw\n"
+    )
+    kinds = {"/": "ext4", "/database": "ext4", "/data/x": "nfs4", "/data/my disk/y": "btrfs"}
+    for folder, kind in kinds.items():
+        assert filesystems.filesystem_type(Path(folder), mountinfo=mountinfo) == kind

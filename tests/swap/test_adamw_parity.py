@@ -1,0 +1,209 @@
+"""SwappedAdamW equals torch.optim.AdamW(fused=True), bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.swap.conftest import Bench, set_gradients
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
+
+from nvmeswap.errors import SwapPathError, SwapUsageError
+from nvmeswap.swap.adamw import SwappedAdamW
+
+SIZES = [1, 37, 4096, 1_000_003]
+MakeParameters = Callable[..., list[torch.nn.Parameter]]
+
+
+def two_groups(params: list[torch.nn.Parameter]) -> list[dict[str, Any]]:
+    return [
+        {"params": params[::2], "lr": 3e-3, "weight_decay": 0.1},
+        {"params": params[1::2], "lr": 1e-2, "weight_decay": 0.0},
+    ]
+
+
+@pytest.mark.parametrize("sub_group_size", [2_000_000, 204_800], ids=["1 group", "5 groups"])
+def test_swapped_adamw_over_10_steps_equals_torch(
+    tmp_path: Path, parameters: MakeParameters, sub_group_size: int
+) -> None:
+    """Else a run with state on NVMe would drift from the run in RAM.  field case O04"""
+    ours, theirs = parameters(SIZES), parameters(SIZES)
+    swapped = SwappedAdamW(two_groups(ours), nvme_path=tmp_path, sub_group_size=sub_group_size)
+    resident = torch.optim.AdamW(two_groups(theirs), fused=True)
+    assert swapped.stats().sub_group_count == (1 if sub_group_size > 1_100_000 else 5)
+    schedules = [CosineAnnealingLR(optimizer, T_max=10) for optimizer in (swapped, resident)]
+    for step in range(10):
+        for params, optimizer in ((ours, swapped), (theirs, resident)):
+            set_gradients(params, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        for schedule in schedules:
+            schedule.step()
+        for size, mine, reference in zip(SIZES, ours, theirs, strict=True):
+            assert torch.equal(mine, reference), f"step {step}, size {size}"
+    reference_state = resident.state_dict()["state"]
+    for index, state in swapped.state_dict()["state"].items():
+        for name in ("step", "exp_avg", "exp_avg_sq"):
+            assert torch.equal(state[name], reference_state[index][name]), (index, name)
+    swapped.close()
+
+
+@pytest.mark.parametrize("buffer_count", [1, 2, 3, 12])
+def test_swapped_adamw_with_any_number_of_buffers_gives_the_same(
+    bench: Bench, parameters: MakeParameters, buffer_count: int
+) -> None:
+    """Peers stop for lack of buffers at their own default.  field cases P01, P02"""
+    ours, theirs = parameters([5000, 9000, 30_000]), parameters([5000, 9000, 30_000])
+    swapped = bench.adamw(ours, sub_group_size=4096, buffer_count=buffer_count)
+    resident = torch.optim.AdamW(theirs, fused=True)
+    for step in range(6):
+        for params, optimizer in ((ours, swapped), (theirs, resident)):
+            set_gradients(params, step)
+            optimizer.step()
+    swapped.flush()
+    assert all(map(torch.equal, ours, theirs))
+    (pool,) = bench.pools
+    stats = pool.stats()
+    assert stats.free_count + stats.in_use_count == stats.slot_count == min(buffer_count, 12)
+    # The walk turns round: what the last step left in memory is not read again.
+    assert swapped.stats().hit_count > 0
+
+
+def test_bf16_parameters_get_the_rounded_values_of_an_fp32_master(
+    bench: Bench, parameters: MakeParameters
+) -> None:
+    """Else small updates to bf16 weights are lost by rounding."""
+    ours = parameters([37, 10_000], dtype=torch.bfloat16)
+    masters = [torch.nn.Parameter(p.detach().float()) for p in ours]
+    swapped = bench.adamw(ours, lr=1e-4)
+    resident = torch.optim.AdamW(masters, lr=1e-4, fused=True)
+    for step in range(5):
+        set_gradients(ours, step)
+        for master, parameter in zip(masters, ours, strict=True):
+            assert parameter.grad is not None
+            master.grad = parameter.grad.float()
+        swapped.step()
+        resident.step()
+        for master, parameter in zip(masters, ours, strict=True):
+            assert torch.equal(parameter, master.bfloat16())
+    state = swapped.state_dict()["state"]
+    assert all(torch.equal(state[i]["master"], master) for i, master in enumerate(masters))
+
+
+def test_parameter_without_gradient_is_left_alone_and_its_step_does_not_count(
+    bench: Bench, parameters: MakeParameters
+) -> None:
+    """Else an unused expert would decay, and its bias correction would be wrong."""
+    ours, theirs = parameters([100, 5000, 300]), parameters([100, 5000, 300])
+    swapped, resident = bench.adamw(ours), torch.optim.AdamW(theirs, fused=True)
+    for step in range(4):
+        for params, optimizer in ((ours, swapped), (theirs, resident)):
+            set_gradients(params, step)
+            params[step % 3].grad = None
+            optimizer.step()
+    assert all(map(torch.equal, ours, theirs))
+
+
+def test_frozen_parameters_have_no_state(bench: Bench, parameters: MakeParameters) -> None:
+    """Else a LoRA base would take 12 bytes a parameter on the drive.  field case N04"""
+    ours = parameters([100, 5000])
+    ours[1].requires_grad_(False)
+    swapped = bench.adamw(ours)
+    set_gradients(ours[:1], 0)
+    swapped.step()
+    assert list(swapped.state_dict()["state"]) == [0]
+    assert swapped.stats().sub_group_count == 1
+
+
+def test_fresh_state_is_zero_even_in_poisoned_memory(
+    bench: Bench, parameters: MakeParameters
+) -> None:
+    """Else moments start as garbage, or step 1 corrects as step 2.  field cases B11, D11"""
+    ours, theirs = parameters([9000]), parameters([9000])
+    swapped = bench.adamw(ours, weight_decay=0.1)
+    assert swapped.swapper.read_state("param.0", "exp_avg", 9000).count_nonzero() == 0
+    assert swapped.state_dict()["state"] == {}
+    resident = torch.optim.AdamW(theirs, weight_decay=0.1, fused=True)
+    for params, optimizer in ((ours, swapped), (theirs, resident)):
+        set_gradients(params, 0)
+        optimizer.step()
+    assert torch.equal(ours[0], theirs[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_dict_loaded_into_another_optimizer_goes_on_the_same(
+    bench: Bench, tmp_path: Path, parameters: MakeParameters, dtype: torch.dtype
+) -> None:
+    """Else a resumed run would differ, or its state would be in the wrong precision.
+    field case F05"""
+    ours = parameters([37, 9000], dtype=dtype)
+    first = bench.adamw(ours, lr=1e-2)
+    for step in range(3):
+        set_gradients(ours, step)
+        first.step()
+    saved = copy.deepcopy(first.state_dict())
+    others = [torch.nn.Parameter(p.detach().clone()) for p in ours]
+    (tmp_path / "second").mkdir()
+    second = SwappedAdamW(
+        others, lr=5e-1, nvme_path=tmp_path / "second", sub_group_size=5000, buffer_count=1
+    )
+    second.load_state_dict(saved)
+    for step in range(3, 5):
+        for params, optimizer in ((ours, first), (others, second)):
+            set_gradients(params, step)
+            optimizer.step()
+    assert all(map(torch.equal, ours, others))
+    second.close()
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda optimizer: LambdaLR(optimizer, lambda step: 0.5**step),
+        lambda optimizer: OneCycleLR(optimizer, max_lr=0.1, total_steps=5),
+    ],
+    ids=["LambdaLR", "OneCycleLR"],
+)
+def test_schedulers_set_the_rate_of_the_next_step(
+    bench: Bench, parameters: MakeParameters, schedule: Callable[[Any], Any]
+) -> None:
+    """Else the schedule of a script would be ignored.  field case O04"""
+    ours, theirs = parameters([5000]), parameters([5000])
+    swapped, resident = bench.adamw(ours), torch.optim.AdamW(theirs, fused=True)
+    schedules = [schedule(swapped), schedule(resident)]
+    for step in range(4):
+        for params, optimizer in ((ours, swapped), (theirs, resident)):
+            set_gradients(params, step)
+            optimizer.step()
+        for each in schedules:
+            each.step()
+    assert torch.equal(ours[0], theirs[0])
+
+
+def test_step_hooks_are_called(bench: Bench, parameters: MakeParameters) -> None:
+    """It is a torch optimizer: tools hook into it."""
+    calls: list[str] = []
+    swapped = bench.adamw(parameters([10]))
+    swapped.register_step_pre_hook(lambda *_: calls.append("pre"))
+    swapped.register_step_post_hook(lambda *_: calls.append("post"))
+    swapped.step()
+    assert calls == ["pre", "post"]
+
+
+def test_what_is_not_served_is_refused_by_name(
+    bench: Bench, tmp_path: Path, parameters: MakeParameters
+) -> None:
+    """Else a closure, an odd parameter or a late group would be ignored in silence."""
+    swapped = bench.adamw(parameters([10]))
+    with pytest.raises(SwapUsageError, match="closure"):
+        swapped.step(lambda: 1.0)
+    with pytest.raises(SwapUsageError, match="group"):
+        swapped.add_param_group({"params": parameters([10])})
+    with pytest.raises(SwapUsageError, match="contiguous"):
+        bench.adamw([torch.nn.Parameter(torch.randn(4, 6).t())])
+    with pytest.raises(SwapPathError):
+        SwappedAdamW(parameters([10]), nvme_path=tmp_path / "missing")
