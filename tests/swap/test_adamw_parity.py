@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.swap.conftest import Bench, set_gradients
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 
 from nvmeswap.errors import SwapPathError, SwapUsageError
 from nvmeswap.swap.adamw import SwappedAdamW
+from tests.swap.conftest import Bench, set_gradients
 
 SIZES = [1, 37, 4096, 1_000_003]
 MakeParameters = Callable[..., list[torch.nn.Parameter]]

@@ -126,7 +126,7 @@ def test_steps_under_any_faults_are_exact_in_the_end(
     faults: list[tuple[str, int, str]],
     buffer_count: int,
 ) -> None:
-    """Never wrong, never stuck: whatever fails, trying again leads to the values of a run in RAM."""
+    """Never wrong, never stuck: trying again always leads to the values of a run in RAM."""
     ours = parameters([37, 20_000], dtype=torch.bfloat16)
     expected = reference(parameters([37, 20_000], dtype=torch.bfloat16), 3)
     bench = Bench(tmp_path_factory.mktemp("faults"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -57,5 +59,5 @@ def _assert_regions_are_apart(layout: SubGroupLayout) -> None:
             begin = output.data_ptr() - memory.data_ptr()
             assert begin >= layout.state_nbytes
     spans = sorted((r.data_ptr(), r.data_ptr() + r.nbytes) for r in regions)
-    assert all(left[1] <= right[0] for left, right in zip(spans, spans[1:], strict=False))
+    assert all(left[1] <= right[0] for left, right in pairwise(spans))
     assert spans[-1][1] <= memory.data_ptr() + memory.numel()

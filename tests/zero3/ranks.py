@@ -1,0 +1,108 @@
+"""Tests that need several ranks: real processes started by torchrun, one launch for many cases.
+
+`run_ranks(n, "name", folder, **arguments)` runs the function `name` of this file on n ranks. Each
+rank writes its result before the process group goes away, because gloo's workers sometimes abort at
+exit whatever they ran.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nvmeswap import SwapError
+from tests.oracle import first_difference
+from tests.zero3.cases import Case, build, run_in_ram, run_swapped
+
+LAUNCH_TIMEOUT_S = 240
+
+
+def run_ranks(ranks: int, name: str, folder: Path, **arguments: Any) -> list[Any]:
+    """Results by rank; fails with the traceback of the first rank that has one."""
+    (folder / "arguments").write_bytes(pickle.dumps(arguments))
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone",
+        "--nproc-per-node", str(ranks), "-m", "tests.zero3.ranks", name, str(folder),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=LAUNCH_TIMEOUT_S
+    )
+    results = []
+    for rank in range(ranks):
+        path = folder / f"result{rank}"
+        assert path.exists(), done.stdout[-2000:] + done.stderr[-4000:]
+        failure, result = pickle.loads(path.read_bytes())
+        assert failure is None, f"rank {rank}: {failure}"
+        results.append(result)
+    return results
+
+
+def equals_ram(nvme_path: Path, cases: list[Case]) -> None:
+    """Each case, swapped and in RAM."""
+    for case in cases:
+        difference = first_difference(run_swapped(case, nvme_path), run_in_ram(case))
+        assert difference is None, f"{case}: {difference}"
+
+
+def one_rank_reads_garbage(nvme_path: Path) -> str:
+    """Rank 1's parameter file is damaged between two steps; returns the error's class name."""
+    import nvmeswap.zero3
+
+    case = Case(buffer_count=1)
+    model, optimizer = nvmeswap.zero3.shard(build(case), case.config(nvme_path))
+    tokens = torch.zeros(2, 3, dtype=torch.long)
+    model(tokens).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.flush()
+    before = {n: v.full_tensor().clone() for n, v in model.state_dict().items()}
+    if dist.get_rank() == 1:
+        (path,) = nvme_path.rglob("rank00001/params.swp")
+        with path.open("r+b") as file:
+            file.write(b"\xa5" * path.stat().st_size)
+    dist.barrier()
+    model(tokens).sum().backward()
+    try:
+        optimizer.step()
+    except SwapError as error:
+        after = {n: v.full_tensor() for n, v in model.state_dict().items()}
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        return type(error).__name__
+    return "nothing"
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    each.__name__: each for each in (equals_ram, one_rank_reads_garbage)
+}
+
+
+def main() -> None:
+    name, folder = sys.argv[1], Path(sys.argv[2])
+    arguments = pickle.loads((folder / "arguments").read_bytes())
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    nvme_path = folder / "nvme"
+    nvme_path.mkdir(exist_ok=True)
+    failure, result = None, None
+    try:
+        result = FUNCTIONS[name](nvme_path, **arguments)
+    except BaseException:
+        failure = traceback.format_exc()
+    (folder / f"result{rank}").write_bytes(pickle.dumps((failure, result)))
+    if failure is None:
+        dist.barrier()
+    os._exit(0 if failure is None else 1)
+
+
+if __name__ == "__main__":
+    main()

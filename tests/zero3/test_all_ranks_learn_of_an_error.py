@@ -1,0 +1,13 @@
+"""An error on one rank is raised on all, and nobody waits for ever."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.zero3.ranks import run_ranks
+
+
+def test_damaged_file_on_one_rank_stops_the_step_on_all(tmp_path: Path) -> None:
+    """Else the healthy rank would hang in its next collective, or train on with garbage."""
+    raised = run_ranks(2, "one_rank_reads_garbage", tmp_path)
+    assert raised == ["SwapPeerError", "SwapChecksumError"]
