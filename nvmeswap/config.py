@@ -62,20 +62,22 @@ class _Block(BaseModel):
 class OffloadParamConfig(_Block):
     """`zero_optimization.offload_param`: where parameter shards live between uses."""
 
-    device: OffloadDevice = Field(OffloadDevice.NONE, description="none, cpu or nvme")
-    nvme_path: Path | None = Field(None, description="folder for swap files; needed for nvme")
+    device: OffloadDevice = Field(default=OffloadDevice.NONE, description="none, cpu or nvme")
+    nvme_path: Path | None = Field(
+        default=None, description="folder for swap files; needed for nvme"
+    )
     buffer_count: int = Field(
-        5, ge=1, description="slots per size class; more lets prefetch run further ahead"
+        default=5, ge=1, description="slots per size class; more lets prefetch run further ahead"
     )
     buffer_size: int = Field(
-        100_000_000,
+        default=100_000_000,
         ge=1,
         description="elements; a shard larger than this is streamed through a slot of this size",
     )
     max_in_cpu: int = Field(
-        1_000_000_000, ge=0, description="elements kept in host memory between uses"
+        default=1_000_000_000, ge=0, description="elements kept in host memory between uses"
     )
-    pin_memory: bool = Field(True, description="page-lock the host memory")
+    pin_memory: bool = Field(default=True, description="page-lock the host memory")
 
 
 class OffloadOptimizerConfig(_Block):
@@ -88,13 +90,19 @@ class OffloadOptimizerConfig(_Block):
     ignored: ClassVar[frozenset[str]] = frozenset(
         {"cpuadam_cores_perc", "pipeline_read", "pipeline_write", "fast_init"}
     )
-    device: OffloadDevice = Field(OffloadDevice.NONE, description="none, cpu or nvme")
-    nvme_path: Path | None = Field(None, description="folder for swap files; needed for nvme")
-    buffer_count: int = Field(
-        4, ge=1, description="sub-groups in host memory at a time; 3 overlap read, update and write"
+    device: OffloadDevice = Field(default=OffloadDevice.NONE, description="none, cpu or nvme")
+    nvme_path: Path | None = Field(
+        default=None, description="folder for swap files; needed for nvme"
     )
-    pin_memory: bool = Field(True, description="page-lock the host memory")
-    ratio: float = Field(1.0, description="part of the state to offload; only 1.0 is served")
+    buffer_count: int = Field(
+        default=4,
+        ge=1,
+        description="sub-groups in host memory at a time; 3 overlap read, update and write",
+    )
+    pin_memory: bool = Field(default=True, description="page-lock the host memory")
+    ratio: float = Field(
+        default=1.0, description="part of the state to offload; only 1.0 is served"
+    )
 
 
 class ZeroConfig(_Block):
@@ -147,11 +155,11 @@ class ZeroConfig(_Block):
         "zero_quantized_gradients": "quantised communication is not served",
         "zeropp_loco_param": "quantised communication is not served",
     }
-    stage: int = Field(..., description="3: parameters, gradients and optimizer state are sharded")
-    offload_param: OffloadParamConfig = Field(default_factory=OffloadParamConfig)  # type: ignore[arg-type]
-    offload_optimizer: OffloadOptimizerConfig = Field(default_factory=OffloadOptimizerConfig)  # type: ignore[arg-type]
+    stage: int = Field(description="3: parameters, gradients and optimizer state are sharded")
+    offload_param: OffloadParamConfig = Field(default_factory=OffloadParamConfig)
+    offload_optimizer: OffloadOptimizerConfig = Field(default_factory=OffloadOptimizerConfig)
     sub_group_size: int = Field(
-        1_000_000_000,
+        default=1_000_000_000,
         ge=1,
         description="most elements whose optimizer state is read, updated and written together",
     )
@@ -163,11 +171,17 @@ class AioConfig(_Block):
     ignored: ClassVar[frozenset[str]] = frozenset({"single_submit", "overlap_events"})
     refused: ClassVar[Mapping[str, str]] = {"use_gds": "GPUDirect Storage is not built yet"}
     block_size: int = Field(
-        1 << 20, ge=4096, le=1 << 30, multiple_of=4096, description="bytes of one kernel transfer"
+        default=1 << 20,
+        ge=4096,
+        le=1 << 30,
+        multiple_of=4096,
+        description="bytes of one kernel transfer",
     )
-    queue_depth: int = Field(32, ge=1, le=4096, description="blocks in the kernel at a time")
+    queue_depth: int = Field(
+        default=32, ge=1, le=4096, description="blocks in the kernel at a time"
+    )
     intra_op_parallelism: int = Field(
-        2, ge=1, le=64, description="threads of the posix backend; others use one"
+        default=2, ge=1, le=64, description="threads of the posix backend; others use one"
     )
 
     @model_validator(mode="before")
@@ -193,31 +207,58 @@ class OptimizerBlock(_Block):
     params: dict[str, Any] = Field(default_factory=dict)
 
 
-class _Precision(BaseModel):
-    model_config = ConfigDict(extra="ignore", frozen=True)
-    enabled: bool = False
+class PrecisionBlock(_Block):
+    """`bf16` and `fp16`."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        [
+            "auto_cast",
+            "check_grad_overflow",
+            "consecutive_hysteresis",
+            "hysteresis",
+            "immediate_grad_update",
+            "initial_scale_power",
+            "loss_scale",
+            "loss_scale_window",
+            "min_loss_scale",
+        ]
+    )
+    refused: ClassVar[Mapping[str, str]] = {
+        "bf16_master_weights_and_grads": "masters are always fp32; leave the key out",
+        "bf16_optimizer_states": "optimizer state is always fp32; leave the key out",
+        "fp16_master_weights_and_grads": "masters are always fp32; leave the key out",
+    }
+    enabled: bool = Field(
+        default=False, description="compute in this precision; reductions and masters stay fp32"
+    )
 
 
 class SwapBlock(_Block):
     """`nvmeswap`: what DeepSpeed has no key for."""
 
     backend: str = Field(
-        "auto", pattern="^(auto|aio|posix)$", description="auto tries aio, then posix"
+        default="auto", pattern="^(auto|aio|posix)$", description="auto tries aio, then posix"
     )
     direct: str = Field(
-        "prefer",
+        default="prefer",
         pattern="^(prefer|require|off)$",
         description="O_DIRECT: prefer falls back to buffered I/O with a warning",
     )
     checksum: str = Field(
-        "all", pattern="^(all|off)$", description="xxh3 of every byte, checked when it is read"
+        default="all",
+        pattern="^(all|off)$",
+        description="xxh3 of every byte, checked when it is read",
     )
-    timeout_s: float = Field(60.0, gt=0, description="longest wait for one transfer or slot")
+    timeout_s: float = Field(
+        default=60.0, gt=0, description="longest wait for one transfer or slot"
+    )
     host_memory_nbytes: int | None = Field(
-        None, ge=1, description="budget for all swap memory of a rank; None: what buffers need"
+        default=None,
+        ge=1,
+        description="budget for all swap memory of a rank; None: what buffers need",
     )
     min_swap_nbytes: int = Field(
-        32 << 10, ge=0, description="a smaller parameter shard stays in host memory"
+        default=32 << 10, ge=0, description="a smaller parameter shard stays in host memory"
     )
 
 
@@ -243,11 +284,11 @@ class Config(_Block):
         "amp": 'use "bf16": {"enabled": true}',
     }
     zero_optimization: ZeroConfig
-    bf16: _Precision = Field(default_factory=_Precision)
-    fp16: _Precision = Field(default_factory=_Precision)
+    bf16: PrecisionBlock = Field(default_factory=PrecisionBlock)
+    fp16: PrecisionBlock = Field(default_factory=PrecisionBlock)
     optimizer: OptimizerBlock | None = None
-    aio: AioConfig = Field(default_factory=AioConfig)  # type: ignore[arg-type]
-    nvmeswap: SwapBlock = Field(default_factory=SwapBlock)  # type: ignore[arg-type]
+    aio: AioConfig = Field(default_factory=AioConfig)
+    nvmeswap: SwapBlock = Field(default_factory=SwapBlock)
     gradient_clipping: float = 0.0
 
     @classmethod
@@ -259,8 +300,9 @@ class Config(_Block):
         """
         data = _read(source)
         _check_keys(cls, data, "")
+        served = {key: value for key, value in data.items() if key in cls.model_fields}
         try:
-            config = cls.model_validate(data)
+            config = cls.model_validate(served)
         except ValidationError as error:
             raise _config_error(error) from None
         config._check_meaning()
@@ -367,7 +409,12 @@ def _read(source: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
             fix="mend the file",
         ) from None
     if not isinstance(data, Mapping):
-        raise SwapConfigError("the configuration must be a JSON object", key="config", path=source)
+        raise SwapConfigError(
+            "the configuration must be a JSON object",
+            key="config",
+            path=source,
+            fix='start with {"zero_optimization": {"stage": 3, ...}}',
+        )
     return data
 
 

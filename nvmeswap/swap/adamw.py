@@ -70,8 +70,8 @@ class SwappedAdamW(Optimizer):
         self._space: SwapSpace | None = SwapSpace(
             Placement(Path(nvme_path), new_run_name()),
             {"optimizer": PoolRequest(classes)},
-            swap=swap or SwapBlock(),  # type: ignore[call-arg]
-            aio=aio or AioConfig(),  # type: ignore[call-arg]
+            swap=swap or SwapBlock(),
+            aio=aio or AioConfig(),
             pin_memory=pin_memory,
         )
         self.attach(

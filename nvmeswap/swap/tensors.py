@@ -80,8 +80,8 @@ class TensorSwapper:
         self._space = SwapSpace(
             Placement(Path(nvme_path), new_run_name()),
             {},
-            swap=swap or SwapBlock(),  # type: ignore[call-arg]
-            aio=aio or AioConfig(),  # type: ignore[call-arg]
+            swap=swap or SwapBlock(),
+            aio=aio or AioConfig(),
             pin_memory=False,
         )
         self._kept: dict[str, _Kept] = {}

@@ -26,6 +26,7 @@ from nvmeswap.swap.space import Placement, PoolRequest, SwapSpace, new_run_name
 from nvmeswap.zero3 import fsdp
 from nvmeswap.zero3.agreement import Agreement
 from nvmeswap.zero3.entries import Entry, entries_of
+from nvmeswap.zero3.guard import refuse_conversions
 from nvmeswap.zero3.home import ShardedHome
 from nvmeswap.zero3.optimizer import ShardedAdamW
 from nvmeswap.zero3.swap import ZeroSwap
@@ -97,13 +98,16 @@ def _swapped(
         pin_memory=zero.offload_param.pin_memory and zero.offload_optimizer.pin_memory,
     )
     try:
-        return _fill(optimizer, home, entries, agreement, space, layouts, placement, mesh, settings)
+        return _fill(
+            model, optimizer, home, entries, agreement, space, layouts, placement, mesh, settings
+        )
     except BaseException:
         space.close()
         raise
 
 
 def _fill(
+    model: nn.Module,
     optimizer: ShardedAdamW,
     home: ShardedHome,
     entries: Sequence[Entry],
@@ -148,6 +152,8 @@ def _fill(
             optimizer.swap.take_over(entry)
         if entry.parameter.requires_grad:
             entry.parameter.register_post_accumulate_grad_hook(home.take_gradient)
+    if params is not None:
+        refuse_conversions(model)
     home.gradients.use_memory(_gradient_memory(space.pools["gradients"], entries))
     return optimizer
 
