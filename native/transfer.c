@@ -14,7 +14,7 @@
 #include <sys/stat.h>
 
 /* Small blocks go to the kernel a few at a time, so that the disk starts before the queue is full:
- * +10 to 24 % at 4 KiB (engine-notes, 0.7). */
+ * +10 to 24 % at 4 KiB on one virtual disk. */
 enum { SUBMIT_BATCH = 8 };
 /* Few, so that copies out of bounce buffers do not let the kernel's queue run dry. */
 enum { REAP_BATCH = 8 };

@@ -89,7 +89,8 @@ class StepReporter:
         done = step.index + 1
         self.bar.update(self.task, completed=done, detail=detail)
         every = max(1, self.step_count // 10)
-        if not self.console.is_terminal and (done % every == 0 or done == self.step_count):
+        shown = done <= 3 or done % every == 0 or done == self.step_count
+        if shown and not self.console.is_terminal:
             self.console.print(f"{self.title} {done}/{self.step_count}  {detail}", soft_wrap=True)
 
 

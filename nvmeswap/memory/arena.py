@@ -5,7 +5,7 @@ as fast as into scattered 4 KiB pages, but memory touched before MADV_HUGEPAGE s
 so advise first, then populate. A fork copies page-locked memory outright, a second per GiB: so
 MADV_DONTFORK. Then a forked child has nothing at these addresses, and whatever it maps there later
 must not be unmapped when its copy of our Python objects dies: so the child keeps those for ever.
-torch's own pinned allocator rounds up to powers of two (field case B06): so we map it ourselves.
+torch's own pinned allocator rounds up to powers of two: so we map it ourselves.
 """
 
 from __future__ import annotations

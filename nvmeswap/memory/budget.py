@@ -43,6 +43,12 @@ def slot_classes(
     ]
 
 
+def exact_slot_classes(sizes: Iterable[int], *, alignment_nbytes: int = 4096) -> list[SlotClass]:
+    """A slot for each of these sizes in bytes, smallest first: for what stays in memory."""
+    histogram = Counter(padded_nbytes(nbytes, alignment_nbytes) for nbytes in sizes if nbytes > 0)
+    return [SlotClass(nbytes, histogram[nbytes]) for nbytes in sorted(histogram)]
+
+
 @dataclass(frozen=True, slots=True)
 class HostMemory:
     """What this process can still take, and which limit says so: "MemAvailable",

@@ -76,7 +76,7 @@ def warn_pageable(nbytes: int) -> None:
 def _cuda_register(address: int, nbytes: int) -> bool:
     try:
         return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)) == 0
-    except RuntimeError:  # WSL2 and old drivers refuse to pin (field case B03)
+    except RuntimeError:  # WSL2 and old drivers refuse to pin
         return False
 
 

@@ -1,7 +1,7 @@
 """Who lends slots.
 
 Rules that hold in every line here:
-- the lock covers list operations only; CUDA is never called under it (field case H07);
+- the lock covers list operations only; CUDA is never called under it;
 - waiters of a size class are served in the order they came, and `try_acquire`, which is what
   prefetch uses, gets only what no waiter needs: demand never starves behind prefetch;
 - every slot is either free or lent, so `free_count + in_use_count == slot_count` always.

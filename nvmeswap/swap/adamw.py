@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -10,19 +11,31 @@ import torch
 from torch.optim import Optimizer
 
 from nvmeswap.config import AioConfig, SwapBlock, check_folder
-from nvmeswap.errors import SwapUsageError
+from nvmeswap.errors import SwapError, SwapUsageError
 from nvmeswap.stats import OptimizerStats
 from nvmeswap.swap.home import ParameterHome, ResidentHome
 from nvmeswap.swap.optimizer import PipelinedOptimizerSwapper, SubGroup
 from nvmeswap.swap.pieces import AdamWOptions, adamw_update
 from nvmeswap.swap.space import Placement, PoolRequest, SwapSpace, new_run_name
-from nvmeswap.swap.sub_group import Segment, SubGroupLayout
+from nvmeswap.swap.sub_group import MASTER, Segment, SubGroupLayout
 
 # 4 Mi elements: 48 MiB a read, far above what a drive needs for full speed, and 150 MiB for three.
 DEFAULT_SUB_GROUP_NUMEL = 4 << 20
 DEFAULT_BUFFER_COUNT = 3
 STATES = ("exp_avg", "exp_avg_sq")
-MASTER = "master"
+
+
+class StepPhase(enum.Enum):
+    """How far a step has come; IDLE -> WALKING -> WALKED -> IDLE. One that failed stays where it
+    was, and the next call of `step` goes on from there.
+
+    WALKING: steps are counted, some sub-groups may be updated. WALKED: all are, but with several
+    ranks another one may not have got so far.
+    """
+
+    IDLE = "idle"
+    WALKING = "walking"
+    WALKED = "walked"
 
 
 class SwappedAdamW(Optimizer):
@@ -113,6 +126,7 @@ class SwappedAdamW(Optimizer):
         self._home = home
         self._space = None
         self._swapper: PipelinedOptimizerSwapper | None = None
+        self._phase = StepPhase.IDLE
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -154,17 +168,35 @@ class SwappedAdamW(Optimizer):
                 fix="compute the loss and call backward() before step()",
             )
         swapper = self._attached()
-        self._home.before_step()
+        resuming = self._phase is not StepPhase.IDLE
+        if not resuming:
+            self._home.before_step()
         with_gradient = {
             key: gradient
             for key, parameter in self._by_key.items()
             if (gradient := self._home.gradient(parameter)) is not None
         }
-        if not swapper.in_step:
+        if not resuming:
             for key in with_gradient:
                 state = self.state[self._by_key[key]]
                 state["step"] = state.get("step", torch.tensor(0.0)) + 1
+            self._phase = StepPhase.WALKING
+        error = None
+        if self._phase is StepPhase.WALKING:
+            try:
+                if resuming and not swapper.in_step:
+                    swapper.flush()  # only writes were left
+                else:
+                    self._walk(swapper, with_gradient)
+                self._phase = StepPhase.WALKED
+            except SwapError as failure:
+                error = failure
+        self._home.after_step(error)
+        self._phase = StepPhase.IDLE
 
+    def _walk(
+        self, swapper: PipelinedOptimizerSwapper, with_gradient: dict[str, torch.Tensor]
+    ) -> None:
         # The groups' dicts are looked up anew: load_state_dict replaces them.
         options = {self._home.key_of(p): _options(group) for group, p in self._trained()}
 
@@ -179,7 +211,6 @@ class SwappedAdamW(Optimizer):
             visit,
             needed=lambda group: any(s.key in with_gradient for s in group.layout.segments),
         )
-        self._home.after_step()
 
     def _update(
         self, sub_group: SubGroup, segment: Segment, gradient: torch.Tensor, options: AdamWOptions
@@ -209,6 +240,11 @@ class SwappedAdamW(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; gradients that are kept on the host are forgotten (or zeroed), too."""
+        if self._phase is not StepPhase.IDLE:
+            raise SwapUsageError(
+                "the last step failed half-way and still needs its gradients",
+                fix="call step() again until it succeeds, or go back to a checkpoint",
+            )
         super().zero_grad(set_to_none)
         self._home.zero_gradients(set_to_none=set_to_none)
 
@@ -225,7 +261,6 @@ class SwappedAdamW(Optimizer):
         """As torch's: `step`, `exp_avg`, `exp_avg_sq`, and `master` where there is one, all read
         into host memory."""
         swapper = self._attached()
-        swapper.flush()
         try:
             for key, parameter in self._by_key.items():
                 state = self.state.get(parameter)

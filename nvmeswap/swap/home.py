@@ -11,9 +11,9 @@ from typing import Protocol
 
 import torch
 
-from nvmeswap.errors import SwapUsageError
+from nvmeswap.errors import SwapError, SwapUsageError
 from nvmeswap.store.store import StoreRequest
-from nvmeswap.swap.sub_group import STATE_DTYPE, StateItem
+from nvmeswap.swap.sub_group import MASTER, STATE_DTYPE, StateItem
 
 
 class ParameterHome(Protocol):
@@ -44,10 +44,11 @@ class ParameterHome(Protocol):
         """A flat state in the shape that a state_dict shows."""
 
     def before_step(self) -> None:
-        """Called first in each step; raises if the gradients are not to be used."""
+        """Called first in each new step; raises if the gradients are not to be used."""
 
-    def after_step(self) -> None:
-        """Called when all parameters have their new values."""
+    def after_step(self, error: SwapError | None) -> None:
+        """Called when all parameters have their new values, or with what went wrong on the way;
+        raises unless all went well on all ranks."""
 
     def zero_gradients(self, *, set_to_none: bool) -> None:
         """Forget or zero the gradients that are not in `parameter.grad`."""
@@ -71,7 +72,7 @@ class ResidentHome:
         if self.master_in_place(parameter) is not None:
             return StateItem(self.key_of(parameter), parameter.numel(), tuple(states), None)
         output = None if parameter.dtype is STATE_DTYPE else parameter.dtype
-        names = ("master", *states)
+        names = (MASTER, *states)
         return StateItem(self.key_of(parameter), parameter.numel(), names, output)
 
     def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
@@ -103,7 +104,9 @@ class ResidentHome:
 
     def before_step(self) -> None: ...
 
-    def after_step(self) -> None: ...
+    def after_step(self, error: SwapError | None) -> None:
+        if error is not None:
+            raise error
 
     def zero_gradients(self, *, set_to_none: bool) -> None: ...
 

@@ -8,13 +8,14 @@ again on the next occasion; a step that was interrupted goes on where it stopped
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from nvmeswap.errors import SwapError, SwapTimeoutError
+from nvmeswap.errors import SwapError, SwapTimeoutError, SwapUsageError
+from nvmeswap.io.alignment import padded_nbytes
 from nvmeswap.io.engine import Lane
-from nvmeswap.memory.pool import Pool, SlotClass
+from nvmeswap.memory.pool import SLOT_ALIGNMENT_NBYTES, Pool, SlotClass
 from nvmeswap.memory.slot import Slot
 from nvmeswap.stats import OptimizerStats
 from nvmeswap.store.manifest import TensorSpec
@@ -29,7 +30,6 @@ from nvmeswap.swap.sub_group import (
 )
 
 OPTIMIZER_FILE = "optimizer.swp"
-_SLOT_ALIGNMENT_NBYTES = 4096
 
 
 class SubGroup(Resident):
@@ -83,11 +83,16 @@ class PipelinedOptimizerSwapper:
     ) -> None:
         assert pool is not None or not layouts
         self._groups = [SubGroup(index, layout) for index, layout in enumerate(layouts)]
+        self._pieces: dict[str, list[tuple[SubGroup, Segment]]] = {}
+        for group in self._groups:
+            for segment in group.layout.segments:
+                self._pieces.setdefault(segment.key, []).append((group, segment))
         self._store = store
         self._pool = pool
         self._timeout_s = timeout_s
         self._backwards = False
         self._remaining: list[int] = []
+        self._torn: str | None = None
         self._others: dict[int, list[Callable[[], list[StoreRequest]]]] = {}
         self._step_count = self._hit_count = 0
         self._step_s = self._stall_s = self._update_s = 0.0
@@ -112,7 +117,7 @@ class PipelinedOptimizerSwapper:
         if not layouts:
             return []
         largest = max(layout.slot_nbytes for layout in layouts)
-        padded = -(-largest // _SLOT_ALIGNMENT_NBYTES) * _SLOT_ALIGNMENT_NBYTES
+        padded = padded_nbytes(largest, SLOT_ALIGNMENT_NBYTES)
         count = len(layouts) if buffer_count is None else min(buffer_count, len(layouts))
         return [SlotClass(padded, count)]
 
@@ -131,9 +136,15 @@ class PipelinedOptimizerSwapper:
         """Call `visit` once for each sub-group for which `needed` is true, with its state in
         memory; what the visitor left in the slot is written back behind it.
 
-        A visit that raises counts as not made: the state from before it is read again. The last
+        A visit that raises counts as not made: the state from before it is read again; where that
+        can't be (a master that is the parameter itself), walking is refused from then on. The last
         writes may still be under way on return; `flush` waits for them.
         """
+        if self._torn is not None:
+            raise SwapUsageError(
+                f"{self._torn} was interrupted in the middle of an update that can't be undone",
+                fix="go back to a checkpoint",
+            )
         began = time.perf_counter()
         if not self._remaining:
             order = [group.index for group in self._groups if needed(group)]
@@ -155,13 +166,16 @@ class PipelinedOptimizerSwapper:
         self._step_s += time.perf_counter() - began
 
     def _visit(self, group: SubGroup, visit: Callable[[SubGroup], None]) -> None:
+        self._others.pop(group.index, None)
         group.move(ShardState.DIRTY)
         try:
             visit(group)
         except BaseException:
             self._others.pop(group.index, None)
-            if self._store is not None:
-                group.drop_slot()
+            if self._store is not None and group.layout.holds_masters:
+                group.drop_slot()  # the state from before is on NVMe
+            else:
+                self._torn = group.key
             raise
 
     def written_with(self, group: SubGroup, write: Callable[[], list[StoreRequest]]) -> None:
@@ -172,7 +186,7 @@ class PipelinedOptimizerSwapper:
     def flush(self) -> None:
         """Wait until every sub-group's newest bytes are on NVMe; raises the first write error."""
         for group in self._groups:
-            if group.state is ShardState.DIRTY and group.index not in self._remaining:
+            if group.state is ShardState.DIRTY:
                 self._write_back(group)
         for group in self._groups:
             if group.state is ShardState.WRITING:
@@ -199,7 +213,7 @@ class PipelinedOptimizerSwapper:
     def read_state(self, key: str, name: str, numel: int) -> torch.Tensor:
         """A copy of one state of a shard, fp32, flat [numel], in host memory."""
         out = torch.zeros(numel, dtype=STATE_DTYPE)
-        for group, segment in self._pieces(key):
+        for group, segment in self._pieces.get(key, ()):
             if name in segment.offsets_bytes:
                 self._bring_in(group)
                 out[segment.start : segment.stop].copy_(group.state_of(segment, name))
@@ -208,7 +222,7 @@ class PipelinedOptimizerSwapper:
     def write_state(self, key: str, values: Mapping[str, torch.Tensor]) -> None:
         """Replace states of a shard, by name, from flat tensors of any dtype; waits for the
         disk."""
-        for group, segment in self._pieces(key):
+        for group, segment in self._pieces.get(key, ()):
             self._bring_in(group)
             group.move(ShardState.DIRTY)
             for name, value in values.items():
@@ -220,7 +234,7 @@ class PipelinedOptimizerSwapper:
 
     def has_state(self, key: str, name: str) -> bool:
         """True if the shard has a state of that name here."""
-        return any(name in segment.offsets_bytes for _, segment in self._pieces(key))
+        return any(name in segment.offsets_bytes for _, segment in self._pieces.get(key, ()))
 
     def stats(self, gradient_nbytes: int = 0) -> OptimizerStats:
         """Counters since the start; `gradient_nbytes` is passed through."""
@@ -236,15 +250,9 @@ class PipelinedOptimizerSwapper:
 
     # --- how ----------------------------------------------------------------------------------
 
-    def _pieces(self, key: str) -> Iterator[tuple[SubGroup, Segment]]:
-        for group in self._groups:
-            for segment in group.layout.segments:
-                if segment.key == key:
-                    yield group, segment
-
     def _bring_in(self, group: SubGroup) -> None:
-        """To CLEAN, whatever it takes. A sub-group left DIRTY is written first."""
-        if group.state is ShardState.DIRTY and group.index not in self._remaining:
+        """To CLEAN, whatever it takes. One left DIRTY by a failed write is written first."""
+        if group.state is ShardState.DIRTY:
             self._write_back(group)
         if group.state is ShardState.WRITING:
             self._finish_writing(group)

@@ -16,9 +16,9 @@ from itertools import islice
 
 import torch
 
-from nvmeswap.errors import SwapUsageError
+from nvmeswap.errors import SwapIOError, SwapUsageError
 from nvmeswap.io.engine import Lane
-from nvmeswap.memory.budget import slot_classes
+from nvmeswap.memory.budget import exact_slot_classes, slot_classes
 from nvmeswap.memory.pool import Pool, SlotClass
 from nvmeswap.memory.slot import Slot
 from nvmeswap.stats import ParamStats
@@ -35,7 +35,8 @@ class ParamPlacement:
     """Which shards go to NVMe, and how much host memory serves them.
 
     `min_swap_nbytes`: smaller shards stay in host memory. `buffer_count`: slots per size class.
-    `largest_slot_numel`: a larger shard is streamed. `max_in_cpu`: elements kept between uses.
+    `largest_slot_numel`: a larger shard takes no slot; it is streamed to its destination at its
+    use. `max_in_cpu`: elements kept between uses.
     """
 
     on_nvme: bool
@@ -48,16 +49,17 @@ class ParamPlacement:
         """True if the shard's home is NVMe; empty shards have none."""
         return self.on_nvme and spec.nbytes >= max(1, self.min_swap_nbytes)
 
-    def slot_nbytes(self, spec: ShardSpec) -> int:
-        return min(spec.numel, self.largest_slot_numel) * spec.dtype.itemsize
+    def streams(self, spec: ShardSpec) -> bool:
+        """True if the shard is too large for a slot."""
+        return spec.numel > self.largest_slot_numel
 
     def slot_classes(self, specs: Iterable[ShardSpec]) -> list[SlotClass]:
         """Slots for `buffer_count` shards of each size in flight and `max_in_cpu` elements kept; in
         the cpu tier, one slot for every shard."""
         if not self.on_nvme:
-            return slot_classes([spec.nbytes for spec in specs], count=1 << 62)
-        swapped = [spec for spec in specs if self.swaps(spec)]
-        sizes = [self.slot_nbytes(spec) for spec in swapped]
+            return exact_slot_classes([spec.nbytes for spec in specs])
+        swapped = [spec for spec in specs if self.swaps(spec) and not self.streams(spec)]
+        sizes = [spec.nbytes for spec in swapped]
         everything = slot_classes(sizes, count=1 << 62)
         kept_nbytes = self.max_in_cpu * max((s.dtype.itemsize for s in swapped), default=0)
         classes = []
@@ -129,7 +131,7 @@ class PartitionedParamSwapper:
             if placement.swaps(spec)
         }
         if swapped:
-            assert store is not None and pool is not None
+            assert store is not None
             store.create_file(PARAMS_FILE, swapped)
 
     def _ram_for(self, spec: ShardSpec) -> torch.Tensor | None:
@@ -241,7 +243,7 @@ class PartitionedParamSwapper:
             self._hit_count += 1
             return
         began = time.perf_counter()
-        if spec.numel > self._placement.largest_slot_numel:
+        if self._placement.streams(spec):
             self._stream(shard, out)
             self._stall_s += time.perf_counter() - began
             return
@@ -287,7 +289,10 @@ class PartitionedParamSwapper:
                 return self._pool.acquire(spec.nbytes, holder=spec.key, timeout_s=self._timeout_s)
             victim = max(same_class, key=lambda shard: self._plan.next_use(shard.key))
             if victim.state is ShardState.READING:
-                victim.finish_reading()
+                try:
+                    victim.finish_reading()
+                except SwapIOError:
+                    continue  # its slot is free now; the error is for whoever needs that shard
             self._evict(victim)
         return slot
 
@@ -300,7 +305,7 @@ class PartitionedParamSwapper:
             if (
                 shard.ram is not None
                 or shard.state is not ShardState.ON_NVME
-                or shard.spec.numel > self._placement.largest_slot_numel
+                or self._placement.streams(shard.spec)
             ):
                 continue
             slot = self._pool.try_acquire(shard.spec.nbytes, holder=key)

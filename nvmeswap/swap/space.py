@@ -6,6 +6,7 @@ anything was changed: budget, folder, engine, files, memory.
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -13,12 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nvmeswap.config import AioConfig, SwapBlock
+from nvmeswap.errors import SwapPathError
 from nvmeswap.io.engine import DirectMode, Engine
 from nvmeswap.io.probe import FolderProbe, probe_folder
 from nvmeswap.memory.arena import Arena
 from nvmeswap.memory.budget import preflight
 from nvmeswap.memory.pool import Pool, SlotClass
 from nvmeswap.store.store import Checksum, Store
+from nvmeswap.swap.sub_group import SEGMENT_GRAIN_NUMEL
+
+# Pieces of a bf16 shard begin at multiples of this in its file.
+_LARGEST_ALIGNMENT_NBYTES = SEGMENT_GRAIN_NUMEL * 2
+_run_numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +95,13 @@ class SwapSpace:
         assert placement.folder is not None
         direct = DirectMode[swap.direct.upper()]
         self.probe = probe_folder(placement.folder, backend=swap.backend, direct=direct)
+        if self.probe.offset_alignment_nbytes > _LARGEST_ALIGNMENT_NBYTES:
+            raise SwapPathError(
+                f"this drive's blocks are {self.probe.offset_alignment_nbytes} bytes",
+                path=placement.folder,
+                fix=f"use a drive with blocks of at most {_LARGEST_ALIGNMENT_NBYTES} bytes, or "
+                'set "nvmeswap": {"direct": "off"}',
+            )
         self.engine = Engine(
             backend=self.probe.backend,
             block_nbytes=aio.block_size,
@@ -168,5 +182,5 @@ def fit(
 
 
 def new_run_name() -> str:
-    """A name that no other job of this machine has: start time and process id."""
-    return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    """A name that nobody else on this machine has: start time, process id and a running number."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{next(_run_numbers)}"

@@ -22,6 +22,8 @@ import torch
 from nvmeswap.io.alignment import padded_nbytes
 
 STATE_DTYPE = torch.float32
+# The state that is the exact value of the parameter; a shard that is its own master has none.
+MASTER = "master"
 # A shard is cut at multiples of this: 8 KiB of bf16, so that a piece of a shard begins at an
 # aligned place of its file; and a multiple of 16, from where torch's fused kernels give the same
 # bits as one call over the whole tensor.
@@ -81,6 +83,11 @@ class SubGroupLayout:
     segments: tuple[Segment, ...]
     state_nbytes: int
     slot_nbytes: int
+
+    @property
+    def holds_masters(self) -> bool:
+        """True if every new parameter value is computed in the slot, and none in place."""
+        return all(MASTER in segment.offsets_bytes for segment in self.segments)
 
 
 def cut_into_sub_groups(items: Iterable[StateItem], sub_group_numel: int) -> list[SubGroupLayout]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +87,7 @@ class TensorSwapper:
         )
         self._kept: dict[str, _Kept] = {}
         self._prefetched: dict[str, TensorFuture] = {}
+        self._numbers = itertools.count()
 
     # --- out ----------------------------------------------------------------------------------
 
@@ -105,11 +107,14 @@ class TensorSwapper:
         dense = _dense(tensor)
         host = dense.to("cpu")
         spec = TensorSpec(host.dtype, tuple(host.shape), tuple(host.stride()))
-        self._store.allocate(TENSORS_FILE, key, spec)
-        self._kept[key] = _Kept(key, tensor.device)
+        # A tensor tied to this key's last one may still be stored under its name.
+        taken = {kept.stored_as for kept in self._kept.values()}
+        stored_as = key if key not in taken else f"{key}~{next(self._numbers)}"
+        self._store.allocate(TENSORS_FILE, stored_as, spec)
+        self._kept[key] = _Kept(stored_as, tensor.device)
         if host.numel() == 0:
             return TensorFuture(None, tensor, tensor)
-        request = self._store.write(key, _flat(host), lane=Lane.DEMAND)
+        request = self._store.write(stored_as, _flat(host), lane=Lane.DEMAND)
         return TensorFuture(request, tensor, tensor)
 
     def swap_out_many(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -124,7 +129,7 @@ class TensorSwapper:
                 stored[place] = key
             else:
                 self.discard(key, missing_ok=True)
-                self._kept[key] = _Kept(owner, tensor.device)
+                self._kept[key] = _Kept(self._kept[owner].stored_as, tensor.device)
         for future in futures:
             future.wait()
 

@@ -1,8 +1,9 @@
 """Errors that all ranks must learn of together.
 
-A rank that raised in the middle of a forward or backward would leave the others waiting in their
-next collective. So with more than one rank a failed read is kept, the pass goes on with NaN, and at
-the step's boundary all ranks raise, before any parameter was updated.
+A rank that raised alone would leave the others waiting in their next collective. So with more than
+one rank a failed read in forward or backward is kept, the pass goes on with NaN, and all ranks
+raise when `step()` begins, before any parameter was updated. They compare notes again when `step()`
+ends: what failed in it on one rank is raised on all, and all can call `step()` again.
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ class Agreement:
 
     def raise_if_any_rank_failed(self) -> None:
         """One small all-gather; raises this rank's own error, or SwapPeerError naming the ranks."""
-        if self.alone:
-            return
         error, self._error = self._error, None
+        if self.alone:
+            if error is not None:
+                raise error
+            return
         mine = torch.tensor([error is not None], dtype=torch.uint8, device=self.device)
         all_flags = torch.empty(self._world_size, dtype=torch.uint8, device=self.device)
         dist.all_gather_into_tensor(all_flags, mine, group=self._group)
@@ -48,7 +51,7 @@ class Agreement:
         failed = tuple(all_flags.nonzero().flatten().tolist())
         if failed:
             raise SwapPeerError(
-                "this step is void: a shard could not be read on another rank",
+                "the step could not be taken on another rank",
                 ranks=failed,
-                fix="see that rank's error; no parameter was updated",
+                fix="see that rank's error; if it allows, call step() again on all ranks",
             )

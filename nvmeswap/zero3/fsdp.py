@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -89,6 +90,12 @@ def replace_local_tensor(record: Any, local: torch.Tensor, padded_flat: torch.Te
     record.sharded_param._local_tensor = local
     record._sharded_param_data = padded_flat
     record._init_extensions()
+
+
+def shard_group(record: Any) -> dist.ProcessGroup:
+    """The ranks that hold the parts of one copy of a parameter (on a 2-D mesh not all)."""
+    group: dist.ProcessGroup = record.mesh_info.shard_process_group
+    return group
 
 
 def compute_dtype(record: Any) -> torch.dtype:

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from nvmeswap.errors import SwapError
 from nvmeswap.store.store import StoreRequest
 from nvmeswap.swap.gradients import HostGradients
 from nvmeswap.swap.params import PartitionedParamSwapper
-from nvmeswap.swap.sub_group import STATE_DTYPE, StateItem
+from nvmeswap.swap.sub_group import MASTER, STATE_DTYPE, StateItem
 from nvmeswap.zero3 import fsdp
 from nvmeswap.zero3.agreement import Agreement
 from nvmeswap.zero3.entries import Entry
@@ -47,7 +48,7 @@ class ShardedHome:
         if self._in_place(entry) is not None:
             return StateItem(entry.key, entry.numel, tuple(states), None)
         output = None if entry.store_dtype is STATE_DTYPE else entry.store_dtype
-        return StateItem(entry.key, entry.numel, ("master", *states), output)
+        return StateItem(entry.key, entry.numel, (MASTER, *states), output)
 
     def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         return self.gradients.get(self._entry(parameter).key)
@@ -83,7 +84,10 @@ class ShardedHome:
     def before_step(self) -> None:
         self._agreement.raise_if_any_rank_failed()
 
-    def after_step(self) -> None:
+    def after_step(self, error: SwapError | None) -> None:
+        if error is not None:
+            self._agreement.report(error)
+        self._agreement.raise_if_any_rank_failed()
         if self.params is not None:
             self.params.end_step()
         fsdp.reshard_all(self._model)

@@ -19,7 +19,7 @@ class ShardedAdamW(SwappedAdamW):
     """`SwappedAdamW` over the shards of an FSDP2 model. `swap` has its counters and closes it."""
 
     swap: ZeroSwap
-    norm_group: dist.ProcessGroup | None
+    norm_group: dist.ProcessGroup
     norm_device: torch.device
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

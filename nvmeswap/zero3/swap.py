@@ -9,9 +9,9 @@ import torch
 
 from nvmeswap.errors import SwapError, SwapUsageError
 from nvmeswap.stats import EngineStats, OptimizerStats, ParamStats, StoreStats
-from nvmeswap.swap.adamw import MASTER
 from nvmeswap.swap.params import PartitionedParamSwapper
 from nvmeswap.swap.space import SwapSpace
+from nvmeswap.swap.sub_group import MASTER
 from nvmeswap.zero3 import fsdp
 from nvmeswap.zero3.agreement import Agreement
 from nvmeswap.zero3.entries import Entry

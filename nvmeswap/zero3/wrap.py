@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from nvmeswap.config import Config, OffloadDevice, OptimizerBlock
 from nvmeswap.errors import SwapConfigError
-from nvmeswap.memory.budget import slot_classes
+from nvmeswap.memory.budget import exact_slot_classes
 from nvmeswap.memory.pool import Pool
 from nvmeswap.swap.adamw import DEFAULT_SUB_GROUP_NUMEL, SwappedAdamW
 from nvmeswap.swap.optimizer import PipelinedOptimizerSwapper
@@ -142,7 +142,7 @@ def _fill(
             timeout_s=space.timeout_s,
         )
     )
-    optimizer.norm_group = None
+    optimizer.norm_group = fsdp.shard_group(entries[0].record)
     optimizer.norm_device = agreement.device
     optimizer.swap = ZeroSwap(
         space=space, params=params, optimizer=optimizer, home=home, agreement=agreement
@@ -181,7 +181,7 @@ def _pools(
         "optimizer state": PoolRequest(
             PipelinedOptimizerSwapper.slot_classes(layouts, buffer_count), shrinks=on_nvme
         ),
-        "gradients": PoolRequest(slot_classes(gradient_sizes, count=1 << 62), shrinks=False),
+        "gradients": PoolRequest(exact_slot_classes(gradient_sizes), shrinks=False),
     }
 
 
@@ -234,12 +234,13 @@ def _adamw_options(
         block = block or OptimizerBlock()
         kind, options = block.type, dict(block.params)
         served = kind.lower() in ("adamw", "adam") and options.pop("adam_w_mode", True)
-        if kind.lower() == "adam" and "weight_decay" not in options:
-            options["weight_decay"] = 0.0  # DeepSpeed's "Adam" is AdamW without decay by default
     if not served:
         raise SwapConfigError(
             f"optimizer {kind} is not served", key="optimizer.type", fix="use AdamW"
         )
+    options = {name: value for name, value in options.items() if value not in ("auto", None)}
+    if kind.lower() == "adam":
+        options.setdefault("weight_decay", 0.0)  # DeepSpeed's "Adam" is AdamW without decay
     for harmless in ("fused", "foreach", "torch_adam"):
         options.pop(harmless, None)
     unknown = sorted(set(options) - _ADAMW_OPTIONS)
@@ -251,7 +252,7 @@ def _adamw_options(
         )
     if "betas" in options:
         options["betas"] = tuple(options["betas"])
-    return {name: value for name, value in options.items() if value != "auto"}
+    return options
 
 
 def _ensure_process_group(device: torch.device) -> None:

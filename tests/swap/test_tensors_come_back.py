@@ -118,8 +118,13 @@ def test_tied_tensors_are_stored_once(swapper: TensorSwapper) -> None:
     assert all(torch.equal(swapper.swap_in(key), weight) for key in sorted(swapper.keys()))
     swapper.discard("embedding")
     assert torch.equal(swapper.swap_in("head"), weight)
+    swapper.swap_out("embedding", weight + 2)
     swapper.swap_out("head", weight + 1)
     assert torch.equal(swapper.swap_in("head"), weight + 1)
+    swapper.swap_out_many({"embedding": weight, "head": weight})
+    swapper.swap_out("embedding", weight + 3)
+    assert torch.equal(swapper.swap_in("head"), weight)
+    assert torch.equal(swapper.swap_in("embedding"), weight + 3)
 
 
 def test_prefetched_tensor_is_taken_and_rewritten_one_is_not(swapper: TensorSwapper) -> None:
