@@ -256,7 +256,7 @@ static int fault_reap(void *state, struct backend_op **done, uint32_t capacity, 
     for (int i = 0; i < inner_count; i++) {
         struct backend_op *op = done[count++];
         struct fault_slot *slot = &fault->slots[op->slot];
-        if (slot->flip && op->result > 0)
+        if (slot->flip && op->direction == NVS_READ && op->result > 0)
             op->memory[0] ^= 1;
         if (slot->claimed_nbytes > 0 && op->result > 0)
             op->result = slot->claimed_nbytes;
