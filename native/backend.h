@@ -4,6 +4,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "interface.h"
+
 /* What a backend is: something that moves one aligned block between memory and file. Lanes, cutting,
  * retries, resuming and statistics are the core's. backend_skeleton.c states each hook's contract
  * and is the file to copy for a new backend; a new backend is one new file and nothing else.

@@ -73,7 +73,7 @@ static int aio_submit(void *state, struct backend_op **ops, uint32_t count)
     for (uint32_t i = 0; i < count; i++) {
         struct backend_op *op = ops[i];
         struct iocb *iocb = &aio->iocbs[op->slot];
-        if (op->direction == 0)
+        if (op->direction == NVS_READ)
             io_prep_pread(iocb, op->fd, op->memory, op->nbytes, (long long)op->offset_bytes);
         else
             io_prep_pwrite(iocb, op->fd, op->memory, op->nbytes, (long long)op->offset_bytes);

@@ -37,7 +37,7 @@ static void *posix_thread(void *argument)
         if (!op)
             break;
         pthread_mutex_unlock(&posix->lock);
-        ssize_t moved = op->direction == 0
+        ssize_t moved = op->direction == NVS_READ
                             ? pread(op->fd, op->memory, op->nbytes, (off_t)op->offset_bytes)
                             : pwrite(op->fd, op->memory, op->nbytes, (off_t)op->offset_bytes);
         op->result = moved < 0 ? -errno : moved;

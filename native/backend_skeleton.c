@@ -39,7 +39,7 @@ static int skeleton_submit(void *state, struct backend_op **ops, uint32_t count)
     struct skeleton *skeleton = state;
     (void)count;
     struct backend_op *op = ops[0];
-    ssize_t moved = op->direction == 0
+    ssize_t moved = op->direction == NVS_READ
                         ? pread(op->fd, op->memory, op->nbytes, (off_t)op->offset_bytes)
                         : pwrite(op->fd, op->memory, op->nbytes, (off_t)op->offset_bytes);
     op->result = moved < 0 ? -errno : moved;

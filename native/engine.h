@@ -10,7 +10,6 @@
 
 #include "backend.h"
 #include "event.h"
-#include "interface.h"
 
 /* The core's own types. Who touches what:
  *   caller threads   mailbox (under its lock), references, counters

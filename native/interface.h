@@ -1,5 +1,5 @@
 /* All that Python sees of the engine. cffi reads this very file, hence no #include and no guard:
- * C code includes it through engine.h.
+ * C code includes it through backend.h.
  *
  * Every call that returns an int returns 0 (or a count) or a negative code: a negated errno, or one
  * of enum nvs_error. Every call may be made from any thread; only the nvs_*_wait and
