@@ -11,7 +11,6 @@
 #include <unistd.h>
 
 #include "../../native/backend.h"
-#include "../../native/interface.h"
 #include "../../native/split.h"
 
 enum { THREADS = 4, STEPS = 20, BATCH = 7, EXTENT = 1 << 17 };
