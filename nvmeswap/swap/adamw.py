@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from nvmeswap.config import AioConfig, SwapBlock, check_folder
+from nvmeswap.config import DEFAULT_SUB_GROUP_NUMEL, AioConfig, SwapBlock, check_folder
 from nvmeswap.errors import SwapError, SwapUsageError
 from nvmeswap.stats import OptimizerStats
 from nvmeswap.swap.home import ParameterHome, ResidentHome
@@ -19,8 +19,6 @@ from nvmeswap.swap.pieces import AdamWOptions, adamw_update
 from nvmeswap.swap.space import Placement, PoolRequest, SwapSpace, new_run_name
 from nvmeswap.swap.sub_group import MASTER, Segment, SubGroupLayout
 
-# 4 Mi elements: 48 MiB a read, far above what a drive needs for full speed, and 150 MiB for three.
-DEFAULT_SUB_GROUP_NUMEL = 4 << 20
 DEFAULT_BUFFER_COUNT = 3
 STATES = ("exp_avg", "exp_avg_sq")
 

@@ -19,7 +19,7 @@ from nvmeswap.config import Config, OffloadDevice, OptimizerBlock
 from nvmeswap.errors import SwapConfigError
 from nvmeswap.memory.budget import exact_slot_classes
 from nvmeswap.memory.pool import Pool
-from nvmeswap.swap.adamw import DEFAULT_SUB_GROUP_NUMEL, SwappedAdamW
+from nvmeswap.swap.adamw import SwappedAdamW
 from nvmeswap.swap.optimizer import PipelinedOptimizerSwapper
 from nvmeswap.swap.params import ParamPlacement, PartitionedParamSwapper
 from nvmeswap.swap.space import Placement, PoolRequest, SwapSpace, new_run_name
@@ -87,7 +87,7 @@ def _swapped(
     trained = [entry.parameter for entry in entries if entry.parameter.requires_grad]
     optimizer = ShardedAdamW.over(trained, home, **options)
     assert isinstance(optimizer, ShardedAdamW)
-    layouts = optimizer.lay_out(_sub_group_numel(settings))
+    layouts = optimizer.lay_out(zero.sub_group_size)
     placement = _placement(settings)
     pools = _pools(settings, placement, entries, layouts, device)
     space = SwapSpace(
@@ -208,13 +208,6 @@ def _placement(settings: Config) -> ParamPlacement:
         largest_slot_numel=param.buffer_size,
         max_in_cpu=param.max_in_cpu,
     )
-
-
-def _sub_group_numel(settings: Config) -> int:
-    zero = settings.zero_optimization
-    if "sub_group_size" in zero.model_fields_set:
-        return zero.sub_group_size
-    return DEFAULT_SUB_GROUP_NUMEL
 
 
 def _precision(settings: Config) -> MixedPrecisionPolicy:

@@ -1,0 +1,272 @@
+"""The blocks of the configuration: one class a JSON object, one field a key.
+
+The fields' descriptions are the settings page of the documentation.
+"""
+
+from __future__ import annotations
+
+import enum
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from nvmeswap.config import keys
+
+# 4 Mi elements: 48 MiB a read, far above what a drive needs for full speed, and 150 MiB for three.
+DEFAULT_SUB_GROUP_NUMEL = 4 << 20
+
+
+class OffloadDevice(enum.Enum):
+    """A tier: `NONE` leaves the bytes on the training device, `CPU` in host memory."""
+
+    NONE = "none"
+    CPU = "cpu"
+    NVME = "nvme"
+
+
+class Block(BaseModel):
+    """One JSON object. Subclasses list the keys that are known but have no effect here (`ignored`:
+    the work they tune is FSDP2's or the user's loop's) and those that are refused with a reason."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_enum_values=False)
+    ignored: ClassVar[frozenset[str]] = frozenset()
+    refused: ClassVar[Mapping[str, str]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _resolve_auto(cls, data: Any) -> Any:
+        if isinstance(data, BaseModel):
+            return data
+        if not isinstance(data, Mapping):
+            raise ValueError(f"must be a JSON object, got {type(data).__name__}")
+        return {
+            key: value
+            for key, value in data.items()
+            if not (value is None or value == "auto" or key in cls.ignored or key in cls.refused)
+        }
+
+
+class OffloadParamConfig(Block):
+    """`zero_optimization.offload_param`: where parameter shards live between uses."""
+
+    device: OffloadDevice = Field(
+        default=OffloadDevice.NONE,
+        description=(
+            "Where parameter shards live between uses: none (on the training device), cpu "
+            "(host memory) or nvme."
+        ),
+    )
+    nvme_path: Path | None = Field(
+        default=None,
+        description=(
+            "An existing folder on the drive; needed for nvme, and the same for both blocks."
+        ),
+    )
+    buffer_count: int = Field(
+        default=5,
+        ge=1,
+        description=(
+            "Slots per size class. More lets reads run further ahead; fewer saves memory; 1 works."
+        ),
+    )
+    buffer_size: int = Field(
+        default=100_000_000,
+        ge=1,
+        description=(
+            "Elements. A larger shard takes no slot and is read straight to its "
+            "destination, without read-ahead. Lower it if one huge shard dominates memory."
+        ),
+    )
+    max_in_cpu: int = Field(
+        default=1_000_000_000,
+        ge=0,
+        description=(
+            "Elements of a rank kept in host memory between uses, in extra slots. 0 takes "
+            "the least memory."
+        ),
+    )
+    pin_memory: bool = Field(
+        default=True,
+        description=(
+            "Page-lock the swap memory; off unless both blocks say true. Turn it off where "
+            "`ulimit -l` is small."
+        ),
+    )
+
+
+class OffloadOptimizerConfig(Block):
+    """`zero_optimization.offload_optimizer`: where fp32 masters and moments live between steps."""
+
+    refused: ClassVar[Mapping[str, str]] = keys.OFFLOAD_OPTIMIZER_REFUSED
+    ignored: ClassVar[frozenset[str]] = keys.OFFLOAD_OPTIMIZER_IGNORED
+    device: OffloadDevice = Field(
+        default=OffloadDevice.NONE,
+        description=(
+            "Where fp32 masters and moments live between steps: none (on the training "
+            "device), cpu (host memory) or nvme."
+        ),
+    )
+    nvme_path: Path | None = Field(
+        default=None,
+        description=(
+            "An existing folder on the drive; needed for nvme, and the same for both blocks."
+        ),
+    )
+    buffer_count: int = Field(
+        default=4,
+        ge=1,
+        description=(
+            "Sub-groups in host memory. 3 overlap reading, updating and writing; 1 works, "
+            "without overlap."
+        ),
+    )
+    pin_memory: bool = Field(
+        default=True,
+        description=(
+            "Page-lock the swap memory; off unless both blocks say true. Turn it off where "
+            "`ulimit -l` is small."
+        ),
+    )
+    ratio: float = Field(
+        default=1.0, description="Part of the state to offload. Only 1.0 is served."
+    )
+
+
+class ZeroConfig(Block):
+    """`zero_optimization`."""
+
+    ignored: ClassVar[frozenset[str]] = keys.ZERO_IGNORED
+    refused: ClassVar[Mapping[str, str]] = keys.ZERO_REFUSED
+    stage: int = Field(
+        description="3: parameters, gradients and optimizer state are sharded. Only 3 is served."
+    )
+    offload_param: OffloadParamConfig = Field(default_factory=OffloadParamConfig)
+    offload_optimizer: OffloadOptimizerConfig = Field(default_factory=OffloadOptimizerConfig)
+    sub_group_size: int = Field(
+        default=DEFAULT_SUB_GROUP_NUMEL,
+        ge=1,
+        description=(
+            "Most elements whose optimizer state is read, updated and written together; a buffer "
+            "takes 12 to 14 bytes an element. DeepSpeed's default, 1e9, would be 12 GB a buffer."
+        ),
+    )
+
+
+class AioConfig(Block):
+    """`aio`: how the engine moves bytes."""
+
+    ignored: ClassVar[frozenset[str]] = keys.AIO_IGNORED
+    refused: ClassVar[Mapping[str, str]] = keys.AIO_REFUSED
+    block_size: int = Field(
+        default=1 << 20,
+        ge=4096,
+        le=1 << 30,
+        multiple_of=4096,
+        description=(
+            "Bytes of one kernel transfer. Smaller lets an urgent read in sooner; larger "
+            "costs less CPU."
+        ),
+    )
+    queue_depth: int = Field(
+        default=32,
+        ge=1,
+        le=4096,
+        description=(
+            "Blocks in the kernel at a time. Raise it for RAID, or if the drive is not busy."
+        ),
+    )
+    intra_op_parallelism: int = Field(
+        default=2,
+        ge=1,
+        le=64,
+        description=(
+            "Threads of the posix backend, at most one a core; aio uses one whatever this says."
+        ),
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _old_spelling(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        renamed = dict(data)
+        for old in ("thread_count", "num_threads"):
+            if old in renamed:
+                warnings.warn(
+                    f'aio.{old} is the old spelling of "intra_op_parallelism"', stacklevel=2
+                )
+                renamed.setdefault("intra_op_parallelism", renamed.pop(old))
+                renamed.pop(old, None)
+        return renamed
+
+
+class OptimizerBlock(Block):
+    """`optimizer`: class name and its options, as in torch.optim."""
+
+    type: str = Field(
+        default="AdamW", description="AdamW, or Adam, which decays decoupled too, by 0 unless set."
+    )
+    params: dict[str, Any] = Field(
+        default_factory=dict, description="lr, betas, eps, weight_decay, maximize."
+    )
+
+
+class PrecisionBlock(Block):
+    """`bf16` and `fp16`."""
+
+    ignored: ClassVar[frozenset[str]] = keys.PRECISION_IGNORED
+    refused: ClassVar[Mapping[str, str]] = keys.PRECISION_REFUSED
+    enabled: bool = Field(
+        default=False,
+        description=(
+            "Compute in this precision; reductions, masters and moments stay fp32. Only "
+            "bf16 is served."
+        ),
+    )
+
+
+class SwapBlock(Block):
+    """`nvmeswap`: what DeepSpeed has no key for."""
+
+    backend: str = Field(
+        default="auto",
+        pattern="^(auto|aio|posix)$",
+        description=(
+            "How bytes reach the drive. auto tries aio, then posix, by a real transfer in "
+            "the folder."
+        ),
+    )
+    direct: str = Field(
+        default="prefer",
+        pattern="^(prefer|require|off)$",
+        description=(
+            "Bypass the page cache: prefer falls back to buffered I/O with a warning, "
+            "require raises, off never does."
+        ),
+    )
+    checksum: str = Field(
+        default="all",
+        pattern="^(all|off)$",
+        description="Compare each read with the xxh3 sum of what was written, or do not (off).",
+    )
+    timeout_s: float = Field(
+        default=60.0,
+        gt=0,
+        description="Longest wait for one transfer or slot. Raise it for slow or shared drives.",
+    )
+    host_memory_nbytes: int | None = Field(
+        default=None,
+        ge=1,
+        description=(
+            "Limit of a rank's swap memory. Over it slots are taken away, down to one a "
+            "class. Left out: what the counts ask for."
+        ),
+    )
+    min_swap_nbytes: int = Field(
+        default=32 << 10,
+        ge=0,
+        description="Parameter shards smaller than this stay in host memory.",
+    )

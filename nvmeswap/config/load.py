@@ -1,0 +1,245 @@
+"""The configuration: DeepSpeed's JSON, read once at the door and checked there.
+
+`Config.load(dict_or_path)` is the only entry. Everything below it receives plain numbers. Rules, in
+the order in which they are applied to each block:
+
+1. `"auto"` and null mean the default (`OffloadParamConfig` and its siblings list them).
+2. A key that nobody knows is an error naming the nearest known key; in the outermost block, where
+   other tools keep their sections, it is a warning unless it looks like a misspelt key of ours.
+3. A key that is known but can't be honoured here is an error naming what to use instead.
+4. `device: nvme` needs an `nvme_path` that exists, is a folder and can be written.
+
+All messages start with the key's path in the JSON, such as
+`zero_optimization.offload_param.device`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, Field, ValidationError
+
+from nvmeswap.config import keys
+from nvmeswap.config.blocks import (
+    AioConfig,
+    Block,
+    OffloadDevice,
+    OptimizerBlock,
+    PrecisionBlock,
+    SwapBlock,
+    ZeroConfig,
+)
+from nvmeswap.errors import SwapConfigError, SwapPathError
+
+
+class Config(Block):
+    """The whole JSON. `load` is the way in; the other constructors don't check paths."""
+
+    ignored: ClassVar[frozenset[str]] = keys.OUTERMOST_IGNORED
+    refused: ClassVar[Mapping[str, str]] = keys.OUTERMOST_REFUSED
+    zero_optimization: ZeroConfig
+    bf16: PrecisionBlock = Field(default_factory=PrecisionBlock)
+    fp16: PrecisionBlock = Field(default_factory=PrecisionBlock)
+    optimizer: OptimizerBlock | None = None
+    aio: AioConfig = Field(default_factory=AioConfig)
+    nvmeswap: SwapBlock = Field(default_factory=SwapBlock)
+    gradient_clipping: float = Field(
+        default=0.0, description="Only 0: call optimizer.clip_grad_norm_ in the loop."
+    )
+
+    @classmethod
+    def load(cls, source: Mapping[str, Any] | str | Path) -> Config:
+        """Read and check a configuration given as a dict or as the path of a JSON file.
+
+        Raises SwapConfigError (its `key` is the place in the JSON) and SwapPathError. Reads the
+        file and touches `nvme_path`; allocates nothing.
+        """
+        data = _read(source)
+        _check_keys(cls, data, "")
+        served = {key: value for key, value in data.items() if key in cls.model_fields}
+        try:
+            config = cls.model_validate(served)
+        except ValidationError as error:
+            raise _config_error(error) from None
+        config._check_meaning()
+        return config
+
+    @property
+    def nvme_path(self) -> Path | None:
+        """The one folder that all swap files of this run go under, None when nothing is on NVMe."""
+        zero = self.zero_optimization
+        for block in (zero.offload_param, zero.offload_optimizer):
+            if block.device is OffloadDevice.NVME:
+                return block.nvme_path
+        return None
+
+    def _check_meaning(self) -> None:
+        zero = self.zero_optimization
+        param, optimizer = zero.offload_param, zero.offload_optimizer
+        if zero.stage != 3:
+            _refuse_stage(zero.stage, param.device)
+        if self.fp16.enabled:
+            raise SwapConfigError(
+                "fp16 with loss scaling is not served",
+                key="fp16.enabled",
+                fix='use "bf16": {"enabled": true} or fp32',
+            )
+        if self.gradient_clipping:
+            raise SwapConfigError(
+                "gradient_clipping is not served yet",
+                key="gradient_clipping",
+                fix="call optimizer.clip_grad_norm_(max_norm) between backward and step",
+            )
+        if optimizer.ratio != 1.0:
+            raise SwapConfigError(
+                "only ratio 1.0 is served",
+                key="zero_optimization.offload_optimizer.ratio",
+                fix="leave the key out",
+            )
+        for name, block in (("offload_param", param), ("offload_optimizer", optimizer)):
+            if block.device is OffloadDevice.NVME:
+                check_folder(block.nvme_path, key=f"zero_optimization.{name}.nvme_path")
+        if OffloadDevice.NONE is optimizer.device is not param.device:
+            raise SwapConfigError(
+                "offloaded parameters need an offloaded optimizer: their fp32 masters live there",
+                key="zero_optimization.offload_optimizer.device",
+                fix='use {"device": "cpu"} or {"device": "nvme", "nvme_path": ...}',
+            )
+        if (
+            param.device is optimizer.device is OffloadDevice.NVME
+            and param.nvme_path != optimizer.nvme_path
+        ):
+            raise SwapConfigError(
+                "offload_param and offload_optimizer name different folders",
+                key="zero_optimization.offload_optimizer.nvme_path",
+                fix="several drives are not served yet: use one nvme_path for both",
+            )
+
+
+def check_folder(path: Path | None, *, key: str) -> None:
+    """Raise SwapPathError unless `path` is an existing folder that this process can write."""
+    if path is None or str(path) in ("", "."):
+        raise SwapPathError(
+            f'{key} is missing: device "nvme" needs a folder',
+            key=key,
+            fix=f'set "{key}" to a folder on the NVMe drive',
+        )
+    if not path.exists():
+        raise SwapPathError(f"{key} does not exist", key=key, path=path, fix=f"mkdir -p {path}")
+    if not path.is_dir():
+        raise SwapPathError(
+            f"{key} is a file, not a folder",
+            key=key,
+            path=path,
+            fix="name the folder that is to hold the swap files",
+        )
+    if not os.access(path, os.W_OK | os.X_OK):
+        mode = oct(path.stat().st_mode & 0o7777)
+        raise SwapPathError(
+            f"{key} can't be written by uid {os.getuid()} (mode {mode})",
+            key=key,
+            path=path,
+            fix=f"chown or chmod u+rwx {path}",
+        )
+
+
+def _read(source: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
+    if isinstance(source, Mapping):
+        return source
+    try:
+        data = json.loads(Path(source).read_text())
+    except OSError as error:
+        raise SwapPathError(
+            "the configuration file can't be read",
+            key="config",
+            path=source,
+            errno=error.errno,
+            fix="give a dict or the path of a JSON file",
+        ) from None
+    except ValueError as error:
+        raise SwapConfigError(
+            "the configuration file is not JSON",
+            key="config",
+            path=source,
+            cause=str(error),
+            fix="mend the file",
+        ) from None
+    if not isinstance(data, Mapping):
+        raise SwapConfigError(
+            "the configuration must be a JSON object",
+            key="config",
+            path=source,
+            fix='start with {"zero_optimization": {"stage": 3, ...}}',
+        )
+    return data
+
+
+def _check_keys(block: type[Block], data: Mapping[str, Any], prefix: str) -> None:
+    """Unknown and refused keys, here and in the blocks inside. Says nothing about values."""
+    spelled_otherwise = {"thread_count", "num_threads"} if block is AioConfig else set()
+    known = set(block.model_fields) | block.ignored | spelled_otherwise
+    for key, value in data.items():
+        place = f"{prefix}{key}"
+        if key in block.refused:
+            if not _is_inert(value):
+                raise SwapConfigError(
+                    f"{place} is known, but not served here", key=place, fix=block.refused[key]
+                )
+        elif key not in known:
+            _unknown_key(key, place, known, outermost=prefix == "")
+        else:
+            field = block.model_fields.get(key)
+            inner = None if field is None else _block_of(field.annotation)
+            if inner is not None and isinstance(value, Mapping):
+                _check_keys(inner, value, f"{place}.")
+
+
+def _is_inert(value: Any) -> bool:
+    """True for what DeepSpeed means by "not in use": its defaults of the refused keys."""
+    if isinstance(value, Mapping):
+        return not value or value.get("enabled") is False
+    return value in (None, False, "auto", 0, -1) or (value == 1 and value is not True)
+
+
+def _block_of(annotation: Any) -> type[Block] | None:
+    candidates = [annotation, *getattr(annotation, "__args__", ())]
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, Block)), None)
+
+
+def _unknown_key(key: str, place: str, known: set[str], *, outermost: bool) -> None:
+    near = difflib.get_close_matches(key, sorted(known), n=1)
+    fix = f'did you mean "{near[0]}"?' if near else "known here: " + ", ".join(sorted(known))
+    if outermost and not near:
+        warnings.warn(f"{place} is not a key of nvmeswap and has no effect", stacklevel=4)
+        return
+    raise SwapConfigError(f"{place} is not a known key", key=place, fix=fix)
+
+
+def _refuse_stage(stage: int, param_device: OffloadDevice) -> None:
+    if param_device is not OffloadDevice.NONE:
+        raise SwapConfigError(
+            f"offload_param has no effect at stage {stage}: parameters are not sharded there",
+            key="zero_optimization.offload_param",
+            fix='set "zero_optimization.stage" to 3, or leave offload_param out',
+        )
+    raise SwapConfigError(
+        f"stage {stage} is not served",
+        key="zero_optimization.stage",
+        fix='set "zero_optimization.stage" to 3',
+    )
+
+
+def _config_error(error: ValidationError) -> SwapConfigError:
+    first = error.errors()[0]
+    key = ".".join(map(str, first["loc"])) or "config"
+    given = first.get("input")
+    shown = "" if isinstance(given, (Mapping, BaseModel)) else f", got {given!r}"
+    return SwapConfigError(
+        f"{key}: {first['msg']}{shown}", key=key, fix="see docs/settings.md for what the key takes"
+    )
