@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from nvmeswap.config import Config, OffloadDevice, OptimizerBlock
 from nvmeswap.errors import SwapConfigError
 from nvmeswap.memory.budget import exact_slot_classes
+from nvmeswap.memory.heap import release_freed_memory
 from nvmeswap.memory.pool import Pool
 from nvmeswap.swap.adamw import SwappedAdamW
 from nvmeswap.swap.optimizer import PipelinedOptimizerSwapper
@@ -98,12 +99,14 @@ def _swapped(
         pin_memory=zero.offload_param.pin_memory and zero.offload_optimizer.pin_memory,
     )
     try:
-        return _fill(
+        filled = _fill(
             model, optimizer, home, entries, agreement, space, layouts, placement, mesh, settings
         )
     except BaseException:
         space.close()
         raise
+    release_freed_memory()
+    return filled
 
 
 def _fill(
