@@ -15,6 +15,7 @@ import torch
 from nvmeswap.errors import SwapError, SwapTimeoutError, SwapUsageError
 from nvmeswap.io.alignment import padded_nbytes
 from nvmeswap.io.engine import Lane
+from nvmeswap.memory.budget import exact_slot_classes
 from nvmeswap.memory.pool import SLOT_ALIGNMENT_NBYTES, Pool, SlotClass
 from nvmeswap.memory.slot import Slot
 from nvmeswap.stats import OptimizerStats
@@ -114,12 +115,11 @@ class PipelinedOptimizerSwapper:
     ) -> list[SlotClass]:
         """`buffer_count` slots of the largest sub-group; None: one for each (nothing is
         swapped)."""
-        if not layouts:
-            return []
-        largest = max(layout.slot_nbytes for layout in layouts)
-        padded = padded_nbytes(largest, SLOT_ALIGNMENT_NBYTES)
-        count = len(layouts) if buffer_count is None else min(buffer_count, len(layouts))
-        return [SlotClass(padded, count)]
+        sizes = [layout.slot_nbytes for layout in layouts]
+        if not sizes or buffer_count is None:
+            return exact_slot_classes(sizes)
+        count = min(buffer_count, len(sizes))
+        return [SlotClass(padded_nbytes(max(sizes), SLOT_ALIGNMENT_NBYTES), count)]
 
     # --- a step -------------------------------------------------------------------------------
 
