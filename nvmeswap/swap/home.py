@@ -68,7 +68,8 @@ class ResidentHome:
         return self._keys.setdefault(parameter, f"param.{len(self._keys)}")
 
     def item(self, parameter: torch.Tensor, states: Sequence[str]) -> StateItem:
-        _refuse_odd(parameter)
+        refuse_odd_dtype(parameter.dtype)
+        _refuse_gaps(parameter)
         if self.master_in_place(parameter) is not None:
             return StateItem(self.key_of(parameter), parameter.numel(), tuple(states), None)
         output = None if parameter.dtype is STATE_DTYPE else parameter.dtype
@@ -111,12 +112,16 @@ class ResidentHome:
     def zero_gradients(self, *, set_to_none: bool) -> None: ...
 
 
-def _refuse_odd(parameter: torch.Tensor) -> None:
-    if not parameter.is_floating_point():
+def refuse_odd_dtype(dtype: torch.dtype) -> None:
+    """Raise SwapUsageError for parameters that an fp32 master can't stand for."""
+    if not dtype.is_floating_point or dtype.itemsize > STATE_DTYPE.itemsize:
         raise SwapUsageError(
-            f"a {parameter.dtype} parameter can't be trained by AdamW",
-            fix="leave it out, or set requires_grad_(False)",
+            f"a {dtype} parameter can't be trained here: its state would be {STATE_DTYPE}",
+            fix="use fp32, bf16 or fp16 parameters, or set requires_grad_(False)",
         )
+
+
+def _refuse_gaps(parameter: torch.Tensor) -> None:
     if not parameter.is_contiguous():
         raise SwapUsageError(
             f"a parameter of shape {tuple(parameter.shape)} and stride {parameter.stride()} is not "

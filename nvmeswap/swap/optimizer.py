@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from nvmeswap.errors import SwapError, SwapTimeoutError, SwapUsageError
+from nvmeswap.errors import SwapError, SwapIOError, SwapTimeoutError, SwapUsageError
 from nvmeswap.io.alignment import padded_nbytes
 from nvmeswap.io.engine import Lane
 from nvmeswap.memory.budget import exact_slot_classes
@@ -161,7 +161,6 @@ class PipelinedOptimizerSwapper:
             self._stall_s += computing - waited
             self._visit(group, visit)
             self._update_s += time.perf_counter() - computing
-            self._remaining.pop(0)
             self._write_back(group)
         self._step_s += time.perf_counter() - began
 
@@ -170,7 +169,10 @@ class PipelinedOptimizerSwapper:
         group.move(ShardState.DIRTY)
         try:
             visit(group)
+            self._remaining.pop(0)
         except BaseException:
+            if self._remaining[:1] != [group.index]:
+                raise  # interrupted behind the visit: it counts
             self._others.pop(group.index, None)
             if self._store is not None and group.layout.holds_masters:
                 group.drop_slot()  # the state from before is on NVMe
@@ -279,7 +281,7 @@ class PipelinedOptimizerSwapper:
         try:
             memory = slot.memory[: group.layout.state_nbytes]
             request = self._store.read(group.key, memory, lane=lane)
-        except BaseException:
+        except SwapError:
             slot.release()
             raise
         group.start_reading(slot, request)
@@ -319,7 +321,10 @@ class PipelinedOptimizerSwapper:
             if victim.state is ShardState.WRITING:
                 self._finish_writing(victim)
             if victim.state is ShardState.READING:
-                victim.finish_reading()
+                try:
+                    victim.finish_reading()
+                except SwapIOError:
+                    continue  # its slot is free now; it is read again when it is needed
             victim.drop_slot()
         return slot
 
@@ -343,7 +348,7 @@ class PipelinedOptimizerSwapper:
                 group.requests.append(self._store.write(group.key, memory, lane=Lane.WRITEBACK))
             for write in self._others.get(group.index, ()):
                 group.requests.extend(write())
-        except SwapError:
+        except BaseException:  # Ctrl-C too: what was not submitted must not pass for written
             self._fail_writing(group)
             raise
         if not group.requests:

@@ -16,7 +16,7 @@ from itertools import islice
 
 import torch
 
-from nvmeswap.errors import SwapIOError, SwapUsageError
+from nvmeswap.errors import SwapError, SwapIOError, SwapUsageError
 from nvmeswap.io.engine import Lane
 from nvmeswap.memory.budget import exact_slot_classes, slot_classes
 from nvmeswap.memory.pool import Pool, SlotClass
@@ -270,7 +270,7 @@ class PartitionedParamSwapper:
         try:
             memory = slot.memory[: shard.spec.nbytes]
             request = self._store.read(shard.key, memory, lane=lane)
-        except BaseException:
+        except SwapError:  # nothing was submitted; after Ctrl-C that is not sure, and it stays lent
             slot.release()
             raise
         shard.start_reading(slot, request)

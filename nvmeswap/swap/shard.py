@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from nvmeswap.errors import SwapTimeoutError
+from nvmeswap.errors import SwapError, SwapTimeoutError
 from nvmeswap.memory.slot import Slot
 from nvmeswap.store.store import StoreRequest
 
@@ -79,7 +79,7 @@ class Resident:
             self.requests[0].wait()
         except SwapTimeoutError:
             raise  # the transfer may still land in the slot: keep both, waiting again is legal
-        except BaseException:
+        except SwapError:
             self.requests.clear()
             self.drop_slot()
             raise

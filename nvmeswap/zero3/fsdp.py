@@ -22,6 +22,7 @@ def shard_by_blocks(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPo
     """`fully_shard` every element of the outermost ModuleLists and Sequentials that has parameters,
     then the model. A model that is sharded already stays as its user did it."""
     if isinstance(model, FSDPModule):
+        reshard_all(model)
         return
     for block in _blocks(model):
         fully_shard(block, mesh=mesh, mp_policy=policy)

@@ -10,6 +10,7 @@ from torch import nn
 from nvmeswap.errors import SwapError
 from nvmeswap.store.store import StoreRequest
 from nvmeswap.swap.gradients import HostGradients
+from nvmeswap.swap.home import refuse_odd_dtype
 from nvmeswap.swap.params import PartitionedParamSwapper
 from nvmeswap.swap.sub_group import MASTER, STATE_DTYPE, StateItem
 from nvmeswap.zero3 import fsdp
@@ -45,6 +46,7 @@ class ShardedHome:
 
     def item(self, parameter: torch.Tensor, states: Sequence[str]) -> StateItem:
         entry = self._entry(parameter)
+        refuse_odd_dtype(entry.parameter.dtype)
         if self._in_place(entry) is not None:
             return StateItem(entry.key, entry.numel, tuple(states), None)
         output = None if entry.store_dtype is STATE_DTYPE else entry.store_dtype

@@ -13,10 +13,11 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from nvmeswap.config import Config, OffloadDevice, OptimizerBlock
-from nvmeswap.errors import SwapConfigError
+from nvmeswap.errors import SwapConfigError, SwapUsageError
 from nvmeswap.memory.budget import exact_slot_classes
 from nvmeswap.memory.heap import release_freed_memory
 from nvmeswap.memory.pool import Pool
@@ -31,6 +32,7 @@ from nvmeswap.zero3.guard import refuse_conversions
 from nvmeswap.zero3.home import ShardedHome
 from nvmeswap.zero3.optimizer import ShardedAdamW
 from nvmeswap.zero3.swap import ZeroSwap
+from nvmeswap.zero3.tensor import SwappedTensor
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -62,7 +64,7 @@ def shard(
     """
     settings = Config.load(config)
     options = _adamw_options(settings.optimizer, optimizer)
-    device = next(model.parameters()).device
+    device = _device_of(model)
     _ensure_process_group(device)
     mesh = mesh or init_device_mesh(device.type, (dist.get_world_size(),))
     fsdp.shard_by_blocks(model, mesh, _precision(settings))
@@ -70,6 +72,25 @@ def shard(
     if zero.offload_optimizer.device is OffloadDevice.NONE:
         return model, torch.optim.AdamW(model.parameters(), fused=True, **options)
     return model, _swapped(model, settings, mesh, device, options)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Where the model is; raises SwapUsageError for one that can't be sharded."""
+    parameters = list(model.parameters())
+    if not any(parameter.requires_grad for parameter in parameters):
+        raise SwapUsageError(
+            "the model has no parameter to train",
+            fix="set requires_grad_(True) on what is to be trained",
+        )
+    locals_ = [fsdp.local_tensor(p) for p in parameters if isinstance(p, DTensor)]
+    if any(isinstance(local, SwappedTensor) for local in locals_):
+        raise SwapUsageError("the model is swapped already", fix="call shard() once a model")
+    if any(parameter.is_meta for parameter in parameters):
+        raise SwapUsageError(
+            "the model has parameters on the meta device",
+            fix="build it in memory: models are not materialised here yet",
+        )
+    return parameters[0].device
 
 
 def _swapped(
