@@ -74,3 +74,10 @@ OUTERMOST_REFUSED: Mapping[str, str] = {
     "gradient_predivide_factor": "FSDP2 divides gradients by the world size",
     "sparse_gradients": "build embeddings with sparse=False",
 }
+
+# Values of refused keys that ask for nothing, beside null, false, 0 and "auto".
+INERT: Mapping[str, float] = {
+    "gradient_predivide_factor": 1.0,
+    "mics_shard_size": -1,
+    "zero_hpz_partition_size": 1,
+}

@@ -30,6 +30,7 @@ from nvmeswap.config.blocks import (
     AioConfig,
     Block,
     OffloadDevice,
+    OffloadOptimizerConfig,
     OptimizerBlock,
     PrecisionBlock,
     SwapBlock,
@@ -68,6 +69,7 @@ class Config(Block):
         except ValidationError as error:
             raise _config_error(error) from None
         config._check_meaning()
+        _warn_of_no_effect(data)
         return config
 
     @property
@@ -187,7 +189,7 @@ def _check_keys(block: type[Block], data: Mapping[str, Any], prefix: str) -> Non
     for key, value in data.items():
         place = f"{prefix}{key}"
         if key in block.refused:
-            if not _is_inert(value):
+            if not _is_inert(key, value):
                 raise SwapConfigError(
                     f"{place} is known, but not served here", key=place, fix=block.refused[key]
                 )
@@ -200,11 +202,34 @@ def _check_keys(block: type[Block], data: Mapping[str, Any], prefix: str) -> Non
                 _check_keys(inner, value, f"{place}.")
 
 
-def _is_inert(value: Any) -> bool:
-    """True for what DeepSpeed means by "not in use": its defaults of the refused keys."""
+def _is_inert(key: str, value: Any) -> bool:
+    """True for what means "not in use": DeepSpeed's defaults of the refused keys."""
     if isinstance(value, Mapping):
         return not value or value.get("enabled") is False
-    return value in (None, False, "auto", 0, -1) or (value == 1 and value is not True)
+    return value in (None, False, "auto", 0) or keys.INERT.get(key) == value
+
+
+def _warn_of_no_effect(data: Mapping[str, Any]) -> None:
+    """One warning for all settings that DeepSpeed obeys and we don't. (The outermost block's are
+    for the user's loop, which reads them itself.)"""
+    zero = data["zero_optimization"]
+    blocks: list[tuple[str, type[Block], Any]] = [
+        ("zero_optimization", ZeroConfig, zero),
+        (
+            "zero_optimization.offload_optimizer",
+            OffloadOptimizerConfig,
+            zero.get("offload_optimizer"),
+        ),
+        ("aio", AioConfig, data.get("aio")),
+    ]
+    named = [
+        f"{name}.{key}"
+        for name, block, given in blocks
+        for key, value in (given or {}).items()
+        if key in block.ignored and value not in (None, "auto")
+    ]
+    if named:
+        warnings.warn("without effect in nvmeswap: " + ", ".join(named), stacklevel=4)
 
 
 def _block_of(annotation: Any) -> type[Block] | None:

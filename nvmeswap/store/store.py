@@ -19,7 +19,7 @@ from nvmeswap.io.probe import FolderProbe
 from nvmeswap.stats import StoreStats
 from nvmeswap.store.manifest import Manifest, ManifestEntry, TensorSpec
 from nvmeswap.store.owner import MANIFEST_FILE, OwnedFolder
-from nvmeswap.store.request import Place, StoreRequest, verify
+from nvmeswap.store.request import Place, StoreRequest
 from nvmeswap.store.swapfile import SwapFile
 from nvmeswap.store.written import WrittenRange, digest_of
 
@@ -190,21 +190,6 @@ class Store:
         """
         request, _ = self._submit(key, _bytes_of(memory), Direction.READ, lane, first_byte)
         return request
-
-    def verify(self, key: str, memory: torch.Tensor) -> None:
-        """Compares all bytes of the key, given in `memory`, with the sums of what was written; for
-        readers that streamed in pieces smaller than the writes were. Raises SwapChecksumError, and
-        SwapUsageError if any byte was never written."""
-        source = _bytes_of(memory)
-        with self._lock:
-            entry = self._entry(key)
-            assert source.numel() == entry.extent.nbytes
-            place = self._place(key, entry, 0, source.numel())
-            self._check_written(entry, place)
-            expected = entry.written.inside(0, source.numel())
-        self._note_verified(verify(place, source, expected))
-
-    # --- the end ---------------------------------------------------------------------------------
 
     def stats(self) -> StoreStats:
         """A consistent snapshot; a request counts once it is known to be done."""

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from nvmeswap.config import DEFAULT_SUB_GROUP_NUMEL, AioConfig, SwapBlock, check_folder
-from nvmeswap.errors import SwapError, SwapUsageError
+from nvmeswap.errors import SwapConfigError, SwapError, SwapManifestError, SwapUsageError
 from nvmeswap.stats import OptimizerStats
 from nvmeswap.swap.home import ParameterHome, ResidentHome
 from nvmeswap.swap.optimizer import PipelinedOptimizerSwapper, SubGroup
@@ -53,7 +53,7 @@ class SwappedAdamW(Optimizer):
     all three); `pin_memory`, page-lock them; `swap` and `aio`, as in the JSON.
     Raises: SwapPathError, SwapBudgetError, SwapSpaceError on construction; SwapReadError or
     SwapWriteError in `step`, which can be called again and goes on where it stopped.
-    Blocking: `step` waits for the disk, but for the last writes; `flush` waits for those.
+    Blocking: `step` waits for the disk.
     Threads: the training loop's only.
     Not for parameters that are swapped themselves: that is `nvmeswap.zero3.shard`.
     """
@@ -121,6 +121,7 @@ class SwappedAdamW(Optimizer):
         maximize: bool,
         home: ParameterHome,
     ) -> None:
+        _check_options(lr, betas, eps, weight_decay)
         self._home = home
         self._space = None
         self._swapper: PipelinedOptimizerSwapper | None = None
@@ -133,11 +134,12 @@ class SwappedAdamW(Optimizer):
             "maximize": maximize,
         }
         super().__init__(params, defaults)
-        self._by_key = {home.key_of(parameter): parameter for _, parameter in self._trained()}
+        self._by_key = {home.key_of(parameter): parameter for parameter in self._trained()}
+        self._parameters = set(self._by_key.values())
 
     def lay_out(self, sub_group_numel: int) -> list[SubGroupLayout]:
         """The sub-groups of all parameters that require gradients, in the order of the groups."""
-        items = [self._home.item(parameter, STATES) for _, parameter in self._trained()]
+        items = [self._home.item(parameter, STATES) for parameter in self._trained()]
         return PipelinedOptimizerSwapper.lay_out(items, sub_group_numel)
 
     def attach(self, swapper: PipelinedOptimizerSwapper) -> None:
@@ -168,6 +170,7 @@ class SwappedAdamW(Optimizer):
         swapper = self._attached()
         resuming = self._phase is not StepPhase.IDLE
         if not resuming:
+            self._refuse_strangers()
             self._home.before_step()
         with_gradient = {
             key: gradient
@@ -192,16 +195,32 @@ class SwappedAdamW(Optimizer):
         self._home.after_step(error)
         self._phase = StepPhase.IDLE
 
+    def _refuse_strangers(self) -> None:
+        """A parameter that was frozen when the optimizer was built has no state here."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter not in self._parameters and parameter.grad is not None:
+                    raise SwapUsageError(
+                        f"a parameter of shape {tuple(parameter.shape)} was frozen when this "
+                        "optimizer was built, and has a gradient now",
+                        fix="set requires_grad first, then build the optimizer",
+                    )
+
     def _walk(
         self, swapper: PipelinedOptimizerSwapper, with_gradient: dict[str, torch.Tensor]
     ) -> None:
-        # The groups' dicts are looked up anew: load_state_dict replaces them.
-        options = {self._home.key_of(p): _options(group) for group, p in self._trained()}
+        # The groups are looked up anew: load_state_dict replaces them, users change them.
+        options = {
+            self._home.key_of(parameter): _options(group)
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter in self._parameters
+        }
 
         def visit(sub_group: SubGroup) -> None:
             for segment in sub_group.layout.segments:
                 gradient = with_gradient.get(segment.key)
-                if gradient is not None:
+                if gradient is not None and segment.key in options:
                     piece = gradient[segment.start : segment.stop]
                     self._update(sub_group, segment, piece, options[segment.key])
 
@@ -209,6 +228,7 @@ class SwappedAdamW(Optimizer):
             visit,
             needed=lambda group: any(s.key in with_gradient for s in group.layout.segments),
         )
+        swapper.flush()
 
     def _update(
         self, sub_group: SubGroup, segment: Segment, gradient: torch.Tensor, options: AdamWOptions
@@ -218,6 +238,7 @@ class SwappedAdamW(Optimizer):
         in_place = self._home.master_in_place(parameter)
         if in_place is None:
             master = sub_group.state_of(segment, MASTER)
+            self._take_over_edits(parameter, segment, master)
         else:
             master = in_place[segment.start : segment.stop]
         output = sub_group.output_of(segment)
@@ -235,6 +256,17 @@ class SwappedAdamW(Optimizer):
             self._attached().written_with(
                 sub_group, lambda: self._home.publish(parameter, segment.start, values)
             )
+
+    def _take_over_edits(
+        self, parameter: torch.Tensor, segment: Segment, master: torch.Tensor
+    ) -> None:
+        """Where the parameter is not its master rounded, somebody wrote to it: that is its
+        value."""
+        values = self._home.edited_values(parameter)
+        if values is not None:
+            edited = values[segment.start : segment.stop]
+            changed = edited != master.to(edited.dtype)
+            master[changed] = edited[changed].to(master.dtype)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; gradients that are kept on the host are forgotten (or zeroed), too."""
@@ -274,31 +306,51 @@ class SwappedAdamW(Optimizer):
             self._forget_moments()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's. Where the state has a master, the parameter gets its values."""
+        """As torch's. A parameter without state starts from zero moments; where the state has a
+        master, the parameter gets its values, else the master the parameter's.
+
+        Raises SwapManifestError, before anything is changed, for a state of another size.
+        """
         swapper = self._attached()
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        states = {
+            parameter: state_dict["state"].get(index, {})
+            for parameter, index in zip(parameters, saved, strict=False)
+            if parameter in self._parameters
+        }
+        for parameter, state in states.items():
+            self._check_sizes(parameter, state)
         steps_only = {
             index: {name: value for name, value in state.items() if name == "step"}
             for index, state in state_dict["state"].items()
         }
         super().load_state_dict({**state_dict, "state": steps_only})
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
-        for parameter, index in zip(parameters, saved, strict=True):
-            state = state_dict["state"].get(index)
-            if state is None or not parameter.requires_grad:
-                continue
+        for parameter, state in states.items():
             self._load_one(swapper, parameter, state)
+
+    def _check_sizes(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
+        item = self._home.item(parameter, STATES)
+        for name in (MASTER, *STATES):
+            if name in state and state[name].numel() != item.numel:
+                raise SwapManifestError(
+                    f"{item.key}: the {name} to be loaded has {state[name].numel()} elements, "
+                    f"not {item.numel}",
+                    field="shape",
+                    fix="load the state of a model of the same shape (and number of ranks)",
+                )
 
     def _load_one(
         self, swapper: PipelinedOptimizerSwapper, parameter: torch.Tensor, state: dict[str, Any]
     ) -> None:
-        key = self._home.key_of(parameter)
-        moments = {name: state[name] for name in (MASTER, *STATES) if name in state}
-        swapper.write_state(key, moments)
-        if MASTER in moments:
-            values = moments[MASTER].detach().reshape(-1).to(parameter.dtype).to("cpu")
-            for request in self._home.publish(parameter, 0, values):
+        item = self._home.item(parameter, STATES)
+        values = {name: state.get(name, torch.zeros(item.numel)) for name in STATES}
+        if MASTER in state:
+            values[MASTER] = state[MASTER]
+            rounded = state[MASTER].detach().reshape(-1).to("cpu", item.output_dtype)
+            for request in self._home.publish(parameter, 0, rounded):
                 request.wait()
+        swapper.write_state(item.key, values)
 
     def _forget_moments(self) -> None:
         for state in self.state.values():
@@ -306,6 +358,11 @@ class SwappedAdamW(Optimizer):
                 state.pop(name, None)
 
     # --- beyond torch -------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise SwapUsageError(
+            "a swapped optimizer can't be copied or pickled", fix="save its state_dict()"
+        )
 
     def flush(self) -> None:
         """Wait until all state is on NVMe; raises what went wrong."""
@@ -332,13 +389,38 @@ class SwappedAdamW(Optimizer):
             raise SwapUsageError("this optimizer is closed", fix="build a new one")
         return self._swapper
 
-    def _trained(self) -> Iterable[tuple[dict[str, Any], torch.Tensor]]:
+    def _trained(self) -> list[torch.Tensor]:
         return [
-            (group, parameter)
+            parameter
             for group in self.param_groups
             for parameter in group["params"]
             if parameter.requires_grad
         ]
+
+
+def _check_options(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    """The limits of torch.optim.AdamW."""
+    try:
+        beta1, beta2 = betas
+        right = {
+            "lr": float(lr) >= 0,
+            "betas": 0 <= beta1 < 1 and 0 <= beta2 < 1,
+            "eps": float(eps) >= 0,
+            "weight_decay": float(weight_decay) >= 0,
+        }
+    except (TypeError, ValueError) as error:
+        raise SwapConfigError(
+            f"an option of AdamW is no number: {error}",
+            key="optimizer.params",
+            fix="give numbers, betas as a pair",
+        ) from None
+    for name, is_right in right.items():
+        if not is_right:
+            raise SwapConfigError(
+                f"AdamW option {name} is out of its range",
+                key=f"optimizer.params.{name}",
+                fix="lr, eps and weight_decay are at least 0, betas in [0, 1)",
+            )
 
 
 def _options(group: dict[str, Any]) -> AdamWOptions:

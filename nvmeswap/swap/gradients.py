@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 
@@ -48,17 +50,22 @@ class HostGradients:
         self._wait(key)
         return self._gradients.get(key)
 
-    def clear(self) -> None:
-        """Forget all gradients."""
-        for key in list(self._arrived):
+    def clear(self, keys: Iterable[str] | None = None) -> None:
+        """Forget the gradients of `keys`, None: of all."""
+        for key in self._held(keys):
             self._wait(key)
-        self._gradients.clear()
+            del self._gradients[key]
 
-    def zero(self) -> None:
-        """Make all gradients zero, in place."""
-        for key, gradient in self._gradients.items():
+    def zero(self, keys: Iterable[str] | None = None) -> None:
+        """Make the gradients of `keys` zero in place, None: of all."""
+        for key in self._held(keys):
             self._wait(key)
-            gradient.zero_()
+            self._gradients[key].zero_()
+
+    def _held(self, keys: Iterable[str] | None) -> list[str]:
+        return [
+            key for key in (self._gradients if keys is None else keys) if key in self._gradients
+        ]
 
     @property
     def nbytes(self) -> int:

@@ -31,6 +31,10 @@ class ParameterHome(Protocol):
     def master_in_place(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """The parameter's own memory if the update is made right there, else None."""
 
+    def edited_values(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Its values now, if somebody else has written to it since the last step (as
+        load_state_dict does); None if its master is up to date."""
+
     def initial_values(self, parameter: torch.Tensor) -> torch.Tensor:
         """Its values for the first master, flat, any dtype and device."""
 
@@ -63,6 +67,7 @@ class ResidentHome:
 
     def __init__(self) -> None:
         self._keys: dict[torch.Tensor, str] = {}
+        self._versions: dict[torch.Tensor, int] = {}
 
     def key_of(self, parameter: torch.Tensor) -> str:
         return self._keys.setdefault(parameter, f"param.{len(self._keys)}")
@@ -91,7 +96,12 @@ class ResidentHome:
             return parameter.detach().view(-1)
         return None
 
+    def edited_values(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        known = self._versions.setdefault(parameter, parameter._version)
+        return None if parameter._version == known else parameter.detach().view(-1).to("cpu")
+
     def initial_values(self, parameter: torch.Tensor) -> torch.Tensor:
+        self._versions[parameter] = parameter._version
         return parameter.detach().view(-1)
 
     def publish(
@@ -108,6 +118,7 @@ class ResidentHome:
     def after_step(self, error: SwapError | None) -> None:
         if error is not None:
             raise error
+        self._versions = {parameter: parameter._version for parameter in self._keys}
 
     def zero_gradients(self, *, set_to_none: bool) -> None: ...
 

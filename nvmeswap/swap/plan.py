@@ -9,6 +9,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 
+_LONGEST_STEP = 1 << 16  # arbitrary: far above the uses of one step
+
 
 class Plan:
     """The keys in the order in which the last step used them, and a position in it.
@@ -28,6 +30,8 @@ class Plan:
         """Record a use, and move behind its place in the plan; a key that the plan does not have
         from here on leaves the position where it is."""
         self._recording.append(key)
+        if len(self._recording) > _LONGEST_STEP:
+            self.end_step()  # pure inference: there is no optimizer step that would say so
         places = self._places.get(key, [])
         index = bisect_left(places, self._position)
         if index < len(places):

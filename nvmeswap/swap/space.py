@@ -93,12 +93,13 @@ class SwapSpace:
 
     def _open_store(self, placement: Placement, swap: SwapBlock, aio: AioConfig) -> None:
         assert placement.folder is not None
+        folder = placement.folder.absolute()  # a later chdir must not matter
         direct = DirectMode[swap.direct.upper()]
-        self.probe = probe_folder(placement.folder, backend=swap.backend, direct=direct)
+        self.probe = probe_folder(folder, backend=swap.backend, direct=direct)
         if self.probe.offset_alignment_nbytes > _LARGEST_ALIGNMENT_NBYTES:
             raise SwapPathError(
                 f"this drive's blocks are {self.probe.offset_alignment_nbytes} bytes",
-                path=placement.folder,
+                path=folder,
                 fix=f"use a drive with blocks of at most {_LARGEST_ALIGNMENT_NBYTES} bytes, or "
                 'set "nvmeswap": {"direct": "off"}',
             )
@@ -109,7 +110,7 @@ class SwapSpace:
             thread_count=aio.intra_op_parallelism,
         )
         self.store = Store(
-            placement.folder,
+            folder,
             run=placement.run,
             rank=placement.rank,
             world_size=placement.world_size,

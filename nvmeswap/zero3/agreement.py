@@ -36,8 +36,9 @@ class Agreement:
         if self._error is None:
             self._error = error
 
-    def raise_if_any_rank_failed(self) -> None:
-        """One small all-gather; raises this rank's own error, or SwapPeerError naming the ranks."""
+    def raise_if_any_rank_failed(self, *, fix: str) -> None:
+        """One small all-gather; raises this rank's own error, or SwapPeerError naming the ranks
+        that failed, with the `fix` that goes for all."""
         error, self._error = self._error, None
         if self.alone:
             if error is not None:
@@ -51,7 +52,5 @@ class Agreement:
         failed = tuple(all_flags.nonzero().flatten().tolist())
         if failed:
             raise SwapPeerError(
-                "the step could not be taken on another rank",
-                ranks=failed,
-                fix="see that rank's error; if it allows, call step() again on all ranks",
+                "another rank could not go on", ranks=failed, fix=f"see its error; {fix}"
             )

@@ -16,16 +16,17 @@ from nvmeswap.zero3 import fsdp
 class Entry:
     """One parameter on this rank.
 
-    `local` is its part while it is resident, None once swapped. `compute_dtype` is what the
-    all-gather moves. A trained shard is stored in it, since its exact values are the optimizer's
-    master; a frozen one has no master and is stored as it is, so that reading it gives back what
-    was there.
+    `swapped`: it is to live in the swap space; `local` is its part until then. `compute_dtype` is
+    what the all-gather moves. A trained shard is stored in it, since its exact values are the
+    optimizer's master; a frozen one has no master and is stored as it is, so that reading it gives
+    back what was there. One that is not swapped keeps its own dtype.
     """
 
     key: str
     parameter: nn.Parameter
     record: Any
     local: torch.Tensor | None
+    swapped: bool
     shape: torch.Size
     padded_shape: torch.Size
     compute_dtype: torch.dtype
@@ -40,7 +41,7 @@ class Entry:
         return ShardSpec(self.key, self.numel, self.store_dtype)
 
 
-def entries_of(model: nn.Module) -> list[Entry]:
+def entries_of(model: nn.Module, *, swapped: bool) -> list[Entry]:
     """An entry for each parameter of a model that `fully_shard` was applied to, tied ones once."""
     # torch.compile and activation checkpointing wrap modules; keys are as without them.
     names = {
@@ -58,10 +59,13 @@ def entries_of(model: nn.Module) -> list[Entry]:
                 parameter=parameter,
                 record=record,
                 local=local,
+                swapped=swapped,
                 shape=local.shape,
                 padded_shape=record.padded_sharded_param_size,
                 compute_dtype=compute_dtype,
-                store_dtype=compute_dtype if parameter.requires_grad else parameter.dtype,
+                store_dtype=compute_dtype
+                if swapped and parameter.requires_grad
+                else parameter.dtype,
             )
         )
     order = {name: place for place, name in enumerate(names.values())}

@@ -5,7 +5,7 @@ Written against torch 2.11 to 2.14 (docs/design.md, "FSDP2").
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,16 +24,34 @@ def shard_by_blocks(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPo
     if isinstance(model, FSDPModule):
         reshard_all(model)
         return
+    _refuse_ties_across_groups(model)
     for block in _blocks(model):
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def _refuse_ties_across_groups(model: nn.Module) -> None:
+    """FSDP2 notices them only in the first forward, and before 2.12 unties them without a word."""
+    blocks = list(_blocks(model))
+    owners: dict[int, int] = {}
+    inside = {id(module) for block in blocks for module in block.modules()}
+    groups = [*(list(block.modules()) for block in blocks)]
+    groups.append([module for module in model.modules() if id(module) not in inside])
+    for index, modules in enumerate(groups):
+        for module in modules:
+            for name, parameter in module.named_parameters(recurse=False):
+                if owners.setdefault(id(parameter), index) != index:
+                    raise SwapUsageError(
+                        f"parameter {name!r} is tied across blocks that are sharded apart",
+                        fix="apply fully_shard([first, second]) to them before shard()",
+                    )
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
     children = list(module.children())
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
         for child in children:
-            if isinstance(child, (nn.ModuleList, nn.ModuleDict)):  # it has no forward of its own
+            if type(child).forward is nn.Module.forward:  # a container: nobody calls it
                 yield from _blocks(child)
             elif any(True for _ in child.parameters()):
                 yield child
@@ -104,6 +122,41 @@ def compute_dtype(record: Any) -> torch.dtype:
     own: torch.dtype = record.sharded_param.dtype
     wanted: torch.dtype | None = record.mp_policy.param_dtype
     return own if wanted is None or not own.is_floating_point else wanted
+
+
+def gathered_after_backward(model: nn.Module) -> list[str]:
+    """Names of groups that backward should have given back and did not. (The root may be gathered:
+    by an evaluation since.)"""
+    names = {id(module): name for name, module in model.named_modules()}
+    return [
+        names[id(module)]
+        for module in fsdp_modules(model)
+        if module is not model
+        for group in _param_groups(module)
+        if group is not None and group.is_unsharded and group._reshard_after_forward
+    ]
+
+
+def in_backward() -> bool:
+    """True inside an autograd pass."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def abandon_pass(model: nn.Module) -> None:
+    """Bring FSDP2 back from the middle of a pass that an error ended. Raises SwapUsageError where
+    torch has no call for that (before 2.13)."""
+    reset: Callable[[], None] | None = getattr(model, "reset_iter_state", None)
+    if reset is None:
+        raise SwapUsageError(
+            f"torch {torch.__version__} can't go on after an error inside backward",
+            fix="start again from a checkpoint, or use torch 2.13 or newer",
+        )
+    reset()
+    for record in fsdp_params(model):  # what it leaves behind
+        record.unsharded_accumulated_grad = None
+        if hasattr(record, "_unsharded_param"):
+            record._unsharded_param.grad = None
+        record.sharded_param.grad = None
 
 
 def reshard_all(model: nn.Module) -> None:

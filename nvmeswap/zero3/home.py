@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import enum
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
-from nvmeswap.errors import SwapError
+from nvmeswap.errors import SwapError, SwapUsageError
 from nvmeswap.store.store import StoreRequest
 from nvmeswap.swap.gradients import HostGradients
 from nvmeswap.swap.home import refuse_odd_dtype
@@ -16,6 +17,18 @@ from nvmeswap.swap.sub_group import MASTER, STATE_DTYPE, StateItem
 from nvmeswap.zero3 import fsdp
 from nvmeswap.zero3.agreement import Agreement
 from nvmeswap.zero3.entries import Entry
+
+
+class PassState(enum.Enum):
+    """What the gradients are worth; `zero_gradients` leads back to WHOLE from everywhere.
+
+    WHOLE: they are right. VOID: a shard was NaN in them, on some rank; all ranks know. CUT_SHORT:
+    backward was ended by an error, and FSDP2 is still in the middle of it.
+    """
+
+    WHOLE = "whole"
+    VOID = "void"
+    CUT_SHORT = "cut short"
 
 
 class ShardedHome:
@@ -27,12 +40,14 @@ class ShardedHome:
     """
 
     def __init__(self, model: nn.Module, entries: Sequence[Entry], agreement: Agreement) -> None:
-        self.swaps_params = False
         self.params: PartitionedParamSwapper | None = None
         self.gradients = HostGradients()
         self._model = model
         self._agreement = agreement
         self._entries = {id(entry.parameter): entry for entry in entries}
+        self._frozen = [entry for entry in entries if not entry.parameter.requires_grad]
+        self._versions: dict[str, int] = {}
+        self._pass = PassState.WHOLE
 
     def take_gradient(self, parameter: torch.Tensor) -> None:
         """FSDP2 has reduced a gradient: add it to the host's, and free the device's."""
@@ -59,11 +74,18 @@ class ShardedHome:
         return self._in_place(self._entry(parameter))
 
     def _in_place(self, entry: Entry) -> torch.Tensor | None:
-        if entry.local is None or self.swaps_params:
+        if entry.swapped or entry.local is None:
             return None
         if entry.local.device.type != "cpu" or entry.local.dtype is not STATE_DTYPE:
             return None
         return entry.local.view(-1)
+
+    def edited_values(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        entry = self._entry(parameter)
+        if entry.swapped or entry.local is None:
+            return None  # writing a swapped parameter reaches its master
+        known = self._versions.setdefault(entry.key, entry.local._version)
+        return None if entry.local._version == known else entry.local.view(-1).to("cpu")
 
     def initial_values(self, parameter: torch.Tensor) -> torch.Tensor:
         entry = self._entry(parameter)
@@ -84,21 +106,72 @@ class ShardedHome:
         return flat.view(self._entry(parameter).shape)
 
     def before_step(self) -> None:
-        self._agreement.raise_if_any_rank_failed()
+        if self._pass is not PassState.WHOLE:
+            raise SwapUsageError(
+                "the gradients come from a pass in which a shard could not be read",
+                fix="call zero_grad() on all ranks and repeat forward and backward",
+            )
+        thawed = [entry.key for entry in self._frozen if entry.parameter.requires_grad]
+        if thawed:
+            raise SwapUsageError(
+                f"{thawed[0]} was frozen when the model was sharded and has no optimizer state",
+                fix="set requires_grad before nvmeswap.zero3.shard",
+            )
+        half_done = fsdp.gathered_after_backward(self._model)
+        if half_done:
+            raise SwapUsageError(
+                f"backward left {half_done[0]} gathered, with part of its gradient",
+                fix="use checkpoint(..., use_reentrant=False) around a block that is used twice",
+            )
+        try:
+            self._agreement.raise_if_any_rank_failed(
+                fix="call zero_grad() on all ranks and repeat forward and backward"
+            )
+        except SwapError:
+            self._pass = PassState.VOID
+            raise
 
     def after_step(self, error: SwapError | None) -> None:
         if error is not None:
             self._agreement.report(error)
-        self._agreement.raise_if_any_rank_failed()
+        self._agreement.raise_if_any_rank_failed(fix="call step() again on all ranks")
         if self.params is not None:
             self.params.end_step()
+        for entry in self._entries.values():
+            if entry.local is not None:
+                self._versions[entry.key] = entry.local._version
+        self.drop_gathered()
+
+    def drop_gathered(self) -> None:
+        """The next forward gathers every parameter anew."""
         fsdp.reshard_all(self._model)
 
-    def zero_gradients(self, *, set_to_none: bool) -> None:
-        if set_to_none:
-            self.gradients.clear()
+    def backward_was_cut_short(self) -> None:
+        """An error was raised in the middle of a backward pass (one rank only)."""
+        self._pass = PassState.CUT_SHORT
+
+    def refuse_half_a_pass(self) -> None:
+        """Raise if FSDP2 is still in the middle of a pass that an error ended."""
+        if self._pass is PassState.CUT_SHORT:
+            raise SwapUsageError(
+                "the last backward was ended by an error",
+                fix="call optimizer.zero_grad() first, then repeat forward and backward",
+            )
+
+    def zero_gradients(
+        self, *, set_to_none: bool, parameters: Iterable[torch.Tensor] | None = None
+    ) -> None:
+        if self._pass is PassState.CUT_SHORT:
+            fsdp.abandon_pass(self._model)
+        if parameters is None or self._pass is not PassState.WHOLE:
+            keys = None
         else:
-            self.gradients.zero()
+            keys = [self._entries[id(p)].key for p in parameters if id(p) in self._entries]
+        self._pass = PassState.WHOLE
+        if set_to_none:
+            self.gradients.clear(keys)
+        else:
+            self.gradients.zero(keys)
 
     def _entry(self, parameter: torch.Tensor) -> Entry:
         return self._entries[id(parameter)]

@@ -22,6 +22,11 @@ class ShardedAdamW(SwappedAdamW):
     norm_group: dist.ProcessGroup
     norm_device: torch.device
 
+    def close(self) -> None:
+        """As `swap.close()`."""
+        self._swapper = None
+        self.swap.close()
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """As torch.nn.utils.clip_grad_norm_, for gradients that lie in host memory, on all ranks.
 
@@ -33,7 +38,7 @@ class ShardedAdamW(SwappedAdamW):
         assert isinstance(home, ShardedHome)
         gradients = [
             gradient
-            for _, parameter in self._trained()
+            for parameter in self._trained()
             if (gradient := home.gradient(parameter)) is not None
         ]
         parts = torch.zeros(len(gradients), device=self.norm_device)

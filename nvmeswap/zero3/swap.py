@@ -79,10 +79,13 @@ class ZeroSwap:
         entry = self._entry(key)
         spec = self._shards.spec(key)
         flat = torch.empty(entry.padded_shape.numel(), dtype=spec.dtype, device=_device_of(entry))
+        self._home.refuse_half_a_pass()
         try:
             self._shards.fetch(key, flat[: entry.numel])
         except SwapError as error:
             if self._agreement.alone:
+                if fsdp.in_backward():
+                    self._home.backward_was_cut_short()
                 raise
             self._agreement.report(error)
             flat.fill_(float("nan") if flat.is_floating_point() else 0)
@@ -102,12 +105,15 @@ class ZeroSwap:
         return flat.to(device=device, dtype=dtype).view(entry.shape)
 
     def write_shard(self, key: str, values: torch.Tensor) -> None:
-        """Replace stored values and master; waits for the disk. Gathered copies are dropped."""
+        """Replace stored values and master; waits for the disk. Between passes, gathered copies are
+        dropped."""
         self._entry(key)
         flat = values.detach().reshape(-1)
         self._shards.write(key, flat)
         if self._optimizer.swapper.has_state(key, MASTER):
             self._optimizer.swapper.write_state(key, {MASTER: flat})
+        if not fsdp.in_backward():
+            self._home.drop_gathered()
 
     # --- for users ----------------------------------------------------------------------------
 

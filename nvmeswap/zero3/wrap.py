@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,33 +17,27 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from nvmeswap.config import Config, OffloadDevice, OptimizerBlock
-from nvmeswap.errors import SwapConfigError, SwapUsageError
-from nvmeswap.memory.budget import exact_slot_classes
-from nvmeswap.memory.heap import release_freed_memory
-from nvmeswap.memory.pool import Pool
+from nvmeswap.errors import SwapConfigError, SwapError, SwapUsageError
 from nvmeswap.swap.adamw import SwappedAdamW
-from nvmeswap.swap.optimizer import PipelinedOptimizerSwapper
-from nvmeswap.swap.params import ParamPlacement, PartitionedParamSwapper
-from nvmeswap.swap.space import Placement, PoolRequest, SwapSpace, new_run_name
+from nvmeswap.swap.space import new_run_name
 from nvmeswap.zero3 import fsdp
 from nvmeswap.zero3.agreement import Agreement
-from nvmeswap.zero3.entries import Entry, entries_of
-from nvmeswap.zero3.guard import refuse_conversions
-from nvmeswap.zero3.home import ShardedHome
+from nvmeswap.zero3.build import swap_shards
 from nvmeswap.zero3.optimizer import ShardedAdamW
-from nvmeswap.zero3.swap import ZeroSwap
 from nvmeswap.zero3.tensor import SwappedTensor
 
 Model = TypeVar("Model", bound=nn.Module)
 
 _ADAMW_OPTIONS = frozenset({"lr", "betas", "eps", "weight_decay", "maximize"})
+_OFF_BY_DEFAULT = frozenset({"amsgrad", "capturable", "differentiable"})
+_HOW_IT_RUNS = frozenset({"fused", "foreach", "torch_adam"})
 
 
 def shard(
     model: Model,
     config: Mapping[str, Any] | str | Path,
     mesh: DeviceMesh | None = None,
-    optimizer: tuple[type[Optimizer], Mapping[str, Any]] | None = None,
+    optimizer: type[Optimizer] | tuple[type[Optimizer], Mapping[str, Any]] | None = None,
 ) -> tuple[Model, Optimizer]:
     """Shard a model over all ranks (FSDP2) and swap its shards as a DeepSpeed JSON says.
 
@@ -56,22 +50,27 @@ def shard(
             ModuleLists becomes a group.
         config: dict or path; `nvmeswap.config` lists what is served.
         mesh: the device mesh of FSDP2; None: all ranks. World size 1 needs no launcher.
-        optimizer: (class, options) instead of the configuration's `optimizer` block.
+        optimizer: class, or (class, options), instead of the configuration's `optimizer` block.
     Returns the same model, and an optimizer whose `swap` has `stats()` and `close()`; with both
     offload devices "none", plain FSDP2 and torch.optim.AdamW(fused=True).
     Raises: SwapConfigError, SwapPathError, SwapBudgetError and SwapSpaceError before training.
     Blocking: writes all shards and the first optimizer state.
+    Gradients leave `parameter.grad` for host memory as they come: clip with
+    `optimizer.clip_grad_norm_` (torch's would see none), and `zero_grad` of either model or
+    optimizer forgets them.
     """
     settings = Config.load(config)
     options = _adamw_options(settings.optimizer, optimizer)
     device = _device_of(model)
     _ensure_process_group(device)
     mesh = mesh or init_device_mesh(device.type, (dist.get_world_size(),))
-    fsdp.shard_by_blocks(model, mesh, _precision(settings))
+    policy = _precision(settings)
+    fsdp.shard_by_blocks(model, mesh, policy)
+    _refuse_other_precision(model, policy)
     zero = settings.zero_optimization
     if zero.offload_optimizer.device is OffloadDevice.NONE:
         return model, torch.optim.AdamW(model.parameters(), fused=True, **options)
-    return model, _swapped(model, settings, mesh, device, options)
+    return model, _swapped(model, settings, device, options)
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -94,144 +93,24 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _swapped(
-    model: nn.Module,
-    settings: Config,
-    mesh: DeviceMesh,
-    device: torch.device,
-    options: Mapping[str, Any],
+    model: nn.Module, settings: Config, device: torch.device, options: Mapping[str, Any]
 ) -> ShardedAdamW:
-    zero = settings.zero_optimization
-    entries = entries_of(model)
+    """Swap the shards on all ranks, or on none: what fails on one is raised on all."""
+    run = _run_name()
     agreement = Agreement(None, device)
-    home = ShardedHome(model, entries, agreement)
-    moves_params = zero.offload_param.device is not OffloadDevice.NONE
-    home.swaps_params = moves_params
-    trained = [entry.parameter for entry in entries if entry.parameter.requires_grad]
-    optimizer = ShardedAdamW.over(trained, home, **options)
-    assert isinstance(optimizer, ShardedAdamW)
-    layouts = optimizer.lay_out(zero.sub_group_size)
-    placement = _placement(settings)
-    pools = _pools(settings, placement, entries, layouts, device)
-    space = SwapSpace(
-        Placement(settings.nvme_path, _run_name(), dist.get_rank(), dist.get_world_size()),
-        pools,
-        swap=settings.nvmeswap,
-        aio=settings.aio,
-        pin_memory=zero.offload_param.pin_memory and zero.offload_optimizer.pin_memory,
-    )
+    optimizer = None
     try:
-        filled = _fill(
-            model, optimizer, home, entries, agreement, space, layouts, placement, mesh, settings
-        )
-    except BaseException:
-        space.close()
+        optimizer = swap_shards(model, settings, run=run, agreement=agreement, options=options)
+    except SwapError as error:
+        agreement.report(error)
+    try:
+        agreement.raise_if_any_rank_failed(fix="mend that rank's error and start again")
+    except SwapError:
+        if optimizer is not None:
+            optimizer.close()
         raise
-    release_freed_memory()
-    return filled
-
-
-def _fill(
-    model: nn.Module,
-    optimizer: ShardedAdamW,
-    home: ShardedHome,
-    entries: Sequence[Entry],
-    agreement: Agreement,
-    space: SwapSpace,
-    layouts: Sequence[Any],
-    placement: ParamPlacement,
-    mesh: DeviceMesh,
-    settings: Config,
-) -> ShardedAdamW:
-    """Write everything to its home, then free the resident shards."""
-    zero = settings.zero_optimization
-    params = None
-    if home.swaps_params:
-        params = PartitionedParamSwapper(
-            [entry.spec for entry in entries],
-            placement,
-            store=space.store if placement.on_nvme else None,
-            pool=space.pools["parameters"],
-            timeout_s=space.timeout_s,
-        )
-        for entry in entries:
-            assert entry.local is not None
-            params.write(entry.key, entry.local.view(-1))
-    home.params = params
-    on_nvme = zero.offload_optimizer.device is OffloadDevice.NVME
-    optimizer.attach(
-        PipelinedOptimizerSwapper(
-            layouts,
-            store=space.store if on_nvme else None,
-            pool=space.pools["optimizer state"],
-            timeout_s=space.timeout_s,
-        )
-    )
-    optimizer.norm_group = fsdp.shard_group(entries[0].record)
-    optimizer.norm_device = agreement.device
-    optimizer.swap = ZeroSwap(
-        space=space, params=params, optimizer=optimizer, home=home, agreement=agreement
-    )
-    for entry in entries:
-        if params is not None:
-            optimizer.swap.take_over(entry)
-        if entry.parameter.requires_grad:
-            entry.parameter.register_post_accumulate_grad_hook(home.take_gradient)
-    if params is not None:
-        refuse_conversions(model)
-    home.gradients.use_memory(_gradient_memory(space.pools["gradients"], entries))
+    assert optimizer is not None
     return optimizer
-
-
-def _pools(
-    settings: Config,
-    placement: ParamPlacement,
-    entries: Sequence[Entry],
-    layouts: Sequence[Any],
-    device: torch.device,
-) -> dict[str, PoolRequest]:
-    zero = settings.zero_optimization
-    param_classes = []
-    if zero.offload_param.device is not OffloadDevice.NONE:
-        param_classes = placement.slot_classes([entry.spec for entry in entries])
-    on_nvme = zero.offload_optimizer.device is OffloadDevice.NVME
-    buffer_count = zero.offload_optimizer.buffer_count if on_nvme else None
-    gradient_sizes = [
-        entry.numel * entry.parameter.dtype.itemsize
-        for entry in entries
-        if entry.parameter.requires_grad and device.type != "cpu"
-    ]
-    return {
-        "parameters": PoolRequest(param_classes, shrinks=placement.on_nvme),
-        "optimizer state": PoolRequest(
-            PipelinedOptimizerSwapper.slot_classes(layouts, buffer_count), shrinks=on_nvme
-        ),
-        "gradients": PoolRequest(exact_slot_classes(gradient_sizes), shrinks=False),
-    }
-
-
-def _gradient_memory(pool: Pool | None, entries: Sequence[Entry]) -> dict[str, torch.Tensor]:
-    """Page-locked host memory for each gradient that comes from a GPU."""
-    if pool is None:
-        return {}
-    memory = {}
-    for entry in entries:
-        if entry.parameter.requires_grad and entry.numel:
-            dtype = entry.parameter.dtype
-            nbytes = entry.numel * dtype.itemsize
-            slot = pool.acquire(nbytes, holder=f"gradient of {entry.key}", timeout_s=0)
-            memory[entry.key] = slot.memory[:nbytes].view(dtype)
-    return memory
-
-
-def _placement(settings: Config) -> ParamPlacement:
-    param = settings.zero_optimization.offload_param
-    return ParamPlacement(
-        on_nvme=param.device is OffloadDevice.NVME,
-        min_swap_nbytes=settings.nvmeswap.min_swap_nbytes,
-        buffer_count=param.buffer_count,
-        largest_slot_numel=param.buffer_size,
-        max_in_cpu=param.max_in_cpu,
-    )
 
 
 def _precision(settings: Config) -> MixedPrecisionPolicy:
@@ -240,13 +119,25 @@ def _precision(settings: Config) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy()
 
 
+def _refuse_other_precision(model: nn.Module, policy: MixedPrecisionPolicy) -> None:
+    """A model that was sharded before keeps its own policy: the JSON must not contradict it."""
+    for record in fsdp.fsdp_params(model):
+        if policy.param_dtype not in (None, record.mp_policy.param_dtype):
+            raise SwapUsageError(
+                "the model is sharded already, and not for bf16",
+                fix="build it anew, or give its fully_shard calls the MixedPrecisionPolicy",
+            )
+
+
 def _adamw_options(
-    block: OptimizerBlock | None, given: tuple[type[Optimizer], Mapping[str, Any]] | None
+    block: OptimizerBlock | None,
+    given: type[Optimizer] | tuple[type[Optimizer], Mapping[str, Any]] | None,
 ) -> dict[str, Any]:
     """The options of AdamW, from the argument or the JSON; anything else is refused by name."""
     if given is not None:
-        kind, options = given[0].__name__, dict(given[1])
-        served = given[0] in (torch.optim.AdamW, SwappedAdamW)
+        cls, given_options = given if isinstance(given, tuple) else (given, {})
+        kind, options = cls.__name__, dict(given_options)
+        served = cls in (torch.optim.AdamW, SwappedAdamW)
     else:
         block = block or OptimizerBlock()
         kind, options = block.type, dict(block.params)
@@ -258,17 +149,15 @@ def _adamw_options(
     options = {name: value for name, value in options.items() if value not in ("auto", None)}
     if kind.lower() == "adam":
         options.setdefault("weight_decay", 0.0)  # DeepSpeed's "Adam" is AdamW without decay
-    for harmless in ("fused", "foreach", "torch_adam"):
-        options.pop(harmless, None)
-    unknown = sorted(set(options) - _ADAMW_OPTIONS)
-    if unknown:
-        raise SwapConfigError(
-            f"AdamW option {unknown[0]} is not served",
-            key=f"optimizer.params.{unknown[0]}",
-            fix="served: " + ", ".join(sorted(_ADAMW_OPTIONS)),
-        )
-    if "betas" in options:
-        options["betas"] = tuple(options["betas"])
+    for name in list(options):
+        if name in _HOW_IT_RUNS or (name in _OFF_BY_DEFAULT and not options[name]):
+            del options[name]
+        elif name not in _ADAMW_OPTIONS:
+            raise SwapConfigError(
+                f"AdamW option {name} is not served",
+                key=f"optimizer.params.{name}",
+                fix="served: " + ", ".join(sorted(_ADAMW_OPTIONS)),
+            )
     return options
 
 

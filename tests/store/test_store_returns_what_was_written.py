@@ -119,7 +119,6 @@ def test_store_whatever_is_called_without_waiting_equals_memory(
         request.wait()
     for key, each in expected.items():
         assert torch.equal(get(store, str(key), nbytes), each)
-        store.verify(str(key), each)
     store.close()
 
 
@@ -188,22 +187,6 @@ def test_read_when_somebody_changed_the_file_is_an_error(workshop: Any, tmp_path
     with pytest.raises(SwapChecksumError) as caught:
         get(store, "weight", 8192)
     assert caught.value.offset_bytes == 4096
-
-
-def test_reads_when_smaller_than_the_write_are_verified_together(
-    workshop: Any, tmp_path: Path
-) -> None:
-    """A shard streamed in pieces would escape every check."""
-    store = workshop.store(tmp_path)
-    store.create_file("params.swp", {"weight": flat(8192)})
-    put(store, "weight", values(8192))
-    pieces = torch.cat([get(store, "weight", 4096), get(store, "weight", 4096, 4096)])
-    assert store.stats().verified_nbytes == 0
-    store.verify("weight", pieces)
-    assert store.stats().verified_nbytes == 8192
-    pieces[8191] ^= 1
-    with pytest.raises(SwapChecksumError):
-        store.verify("weight", pieces)
 
 
 def test_store_when_checksums_are_off_verifies_nothing(workshop: Any, tmp_path: Path) -> None:

@@ -1,0 +1,159 @@
+"""From a sharded model in memory to one whose shards are swapped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nvmeswap.config import Config, OffloadDevice
+from nvmeswap.memory.budget import exact_slot_classes
+from nvmeswap.memory.heap import release_freed_memory
+from nvmeswap.memory.pool import Pool
+from nvmeswap.swap.optimizer import PipelinedOptimizerSwapper
+from nvmeswap.swap.params import ParamPlacement, PartitionedParamSwapper
+from nvmeswap.swap.space import Placement, PoolRequest, SwapSpace
+from nvmeswap.swap.sub_group import SubGroupLayout
+from nvmeswap.zero3 import fsdp
+from nvmeswap.zero3.agreement import Agreement
+from nvmeswap.zero3.entries import Entry, entries_of
+from nvmeswap.zero3.guard import guard_module_calls
+from nvmeswap.zero3.home import ShardedHome
+from nvmeswap.zero3.optimizer import ShardedAdamW
+from nvmeswap.zero3.swap import ZeroSwap
+
+
+def swap_shards(
+    model: nn.Module,
+    settings: Config,
+    *,
+    run: str,
+    agreement: Agreement,
+    options: Mapping[str, Any],
+) -> ShardedAdamW:
+    """Write every shard and the first optimizer state to their homes, then free the shards.
+
+    Raises SwapBudgetError, SwapPathError, SwapSpaceError and their kin; then the model is sharded,
+    in memory, and otherwise as it was.
+    """
+    zero = settings.zero_optimization
+    swaps_params = zero.offload_param.device is not OffloadDevice.NONE
+    entries = entries_of(model, swapped=swaps_params)
+    home = ShardedHome(model, entries, agreement)
+    trained = [entry.parameter for entry in entries if entry.parameter.requires_grad]
+    optimizer = ShardedAdamW.over(trained, home, **options)
+    assert isinstance(optimizer, ShardedAdamW)
+    layouts = optimizer.lay_out(zero.sub_group_size)
+    space = SwapSpace(
+        Placement(settings.nvme_path, run, dist.get_rank(), dist.get_world_size()),
+        _pools(settings, entries, layouts, agreement.device),
+        swap=settings.nvmeswap,
+        aio=settings.aio,
+        pin_memory=zero.offload_param.pin_memory and zero.offload_optimizer.pin_memory,
+    )
+    try:
+        params = _write_parameters(settings, entries, space) if swaps_params else None
+        home.params = params
+        on_nvme = zero.offload_optimizer.device is OffloadDevice.NVME
+        optimizer.attach(
+            PipelinedOptimizerSwapper(
+                layouts,
+                store=space.store if on_nvme else None,
+                pool=space.pools["optimizer state"],
+                timeout_s=space.timeout_s,
+            )
+        )
+        home.gradients.use_memory(_gradient_memory(space.pools["gradients"], entries))
+        optimizer.swap = ZeroSwap(
+            space=space, params=params, optimizer=optimizer, home=home, agreement=agreement
+        )
+        optimizer.norm_group = fsdp.shard_group(entries[0].record)
+        optimizer.norm_device = agreement.device
+        _let_go(model, entries, optimizer, home)
+    except BaseException:
+        space.close()
+        raise
+    release_freed_memory()
+    return optimizer
+
+
+def _write_parameters(
+    settings: Config, entries: Sequence[Entry], space: SwapSpace
+) -> PartitionedParamSwapper:
+    placement = _placement(settings)
+    params = PartitionedParamSwapper(
+        [entry.spec for entry in entries],
+        placement,
+        store=space.store if placement.on_nvme else None,
+        pool=space.pools["parameters"],
+        timeout_s=space.timeout_s,
+    )
+    for entry in entries:
+        assert entry.local is not None
+        params.write(entry.key, entry.local.view(-1))
+    return params
+
+
+def _let_go(
+    model: nn.Module, entries: Sequence[Entry], optimizer: ShardedAdamW, home: ShardedHome
+) -> None:
+    """Free the resident shards; from here on gradients go to the host as they come."""
+    for entry in entries:
+        if entry.swapped:
+            optimizer.swap.take_over(entry)
+        if entry.parameter.requires_grad:
+            entry.parameter.register_post_accumulate_grad_hook(home.take_gradient)
+    guard_module_calls(model, home)
+
+
+def _pools(
+    settings: Config,
+    entries: Sequence[Entry],
+    layouts: Sequence[SubGroupLayout],
+    device: torch.device,
+) -> dict[str, PoolRequest]:
+    zero = settings.zero_optimization
+    placement = _placement(settings)
+    swapped = [entry.spec for entry in entries if entry.swapped]
+    on_nvme = zero.offload_optimizer.device is OffloadDevice.NVME
+    buffer_count = zero.offload_optimizer.buffer_count if on_nvme else None
+    gradient_sizes = [
+        entry.numel * entry.parameter.dtype.itemsize
+        for entry in entries
+        if entry.parameter.requires_grad and device.type != "cpu"
+    ]
+    return {
+        "parameters": PoolRequest(placement.slot_classes(swapped), shrinks=placement.on_nvme),
+        "optimizer state": PoolRequest(
+            PipelinedOptimizerSwapper.slot_classes(layouts, buffer_count), shrinks=on_nvme
+        ),
+        "gradients": PoolRequest(exact_slot_classes(gradient_sizes), shrinks=False),
+    }
+
+
+def _gradient_memory(pool: Pool | None, entries: Sequence[Entry]) -> dict[str, torch.Tensor]:
+    """Page-locked host memory for each gradient that comes from a GPU."""
+    if pool is None:
+        return {}
+    memory = {}
+    for entry in entries:
+        if entry.parameter.requires_grad and entry.numel:
+            dtype = entry.parameter.dtype
+            nbytes = entry.numel * dtype.itemsize
+            slot = pool.acquire(nbytes, holder=f"gradient of {entry.key}", timeout_s=0)
+            memory[entry.key] = slot.memory[:nbytes].view(dtype)
+    return memory
+
+
+def _placement(settings: Config) -> ParamPlacement:
+    param = settings.zero_optimization.offload_param
+    return ParamPlacement(
+        on_nvme=param.device is OffloadDevice.NVME,
+        min_swap_nbytes=settings.nvmeswap.min_swap_nbytes,
+        buffer_count=param.buffer_count,
+        largest_slot_numel=param.buffer_size,
+        max_in_cpu=param.max_in_cpu,
+    )
