@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +23,19 @@ DEFAULT_BUFFER_COUNT = 3
 STATES = ("exp_avg", "exp_avg_sq")
 
 
-class StepPhase(enum.Enum):
-    """How far a step has come; IDLE -> WALKING -> WALKED -> IDLE. One that failed stays where it
-    was, and the next call of `step` goes on from there.
+@dataclass(eq=False, slots=True)
+class Step:
+    """A step under way. It is made whole and then set in one assignment, so that whatever
+    interrupts a step, Ctrl-C included, the next call of `step` finds either none or one to go on
+    with.
 
-    WALKING: steps are counted, some sub-groups may be updated. WALKED: all are, but with several
-    ranks another one may not have got so far.
+    `counts`: the step numbers that parameters are to have, by key. `remaining`: the sub-groups not
+    yet updated. `walked`: all are, but with several ranks another one may not have got so far.
     """
 
-    IDLE = "idle"
-    WALKING = "walking"
-    WALKED = "walked"
+    counts: dict[str, int]
+    remaining: list[int]
+    walked: bool = False
 
 
 class SwappedAdamW(Optimizer):
@@ -125,7 +127,7 @@ class SwappedAdamW(Optimizer):
         self._home = home
         self._space = None
         self._swapper: PipelinedOptimizerSwapper | None = None
-        self._phase = StepPhase.IDLE
+        self._step: Step | None = None
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -168,32 +170,35 @@ class SwappedAdamW(Optimizer):
                 fix="compute the loss and call backward() before step()",
             )
         swapper = self._attached()
-        resuming = self._phase is not StepPhase.IDLE
-        if not resuming:
+        if self._step is None:
             self._refuse_strangers()
             self._home.before_step()
-        with_gradient = {
+        gradients = {
             key: gradient
             for key, parameter in self._by_key.items()
             if (gradient := self._home.gradient(parameter)) is not None
         }
-        if not resuming:
-            for key in with_gradient:
-                state = self.state[self._by_key[key]]
-                state["step"] = state.get("step", torch.tensor(0.0)) + 1
-            self._phase = StepPhase.WALKING
+        if self._step is None:
+            self._step = self._begin_step(swapper, gradients)
         error = None
-        if self._phase is StepPhase.WALKING:
+        if not self._step.walked:
             try:
-                if resuming and not swapper.in_step:
-                    swapper.flush()  # only writes were left
-                else:
-                    self._walk(swapper, with_gradient)
-                self._phase = StepPhase.WALKED
+                self._walk(swapper, self._step, gradients)
             except SwapError as failure:
                 error = failure
         self._home.after_step(error)
-        self._phase = StepPhase.IDLE
+        self._step = None
+
+    def _begin_step(
+        self, swapper: PipelinedOptimizerSwapper, gradients: dict[str, torch.Tensor]
+    ) -> Step:
+        counts = {
+            key: int(self.state.get(self._by_key[key], {}).get("step", 0)) + 1 for key in gradients
+        }
+        remaining = swapper.order(
+            lambda group: any(segment.key in gradients for segment in group.layout.segments)
+        )
+        return Step(counts, remaining)
 
     def _refuse_strangers(self) -> None:
         """A parameter that was frozen when the optimizer was built has no state here."""
@@ -207,8 +212,10 @@ class SwappedAdamW(Optimizer):
                     )
 
     def _walk(
-        self, swapper: PipelinedOptimizerSwapper, with_gradient: dict[str, torch.Tensor]
+        self, swapper: PipelinedOptimizerSwapper, step: Step, gradients: dict[str, torch.Tensor]
     ) -> None:
+        for key, count in step.counts.items():
+            self.state[self._by_key[key]]["step"] = torch.tensor(float(count))
         # The groups are looked up anew: load_state_dict replaces them, users change them.
         options = {
             self._home.key_of(parameter): _options(group)
@@ -219,16 +226,13 @@ class SwappedAdamW(Optimizer):
 
         def visit(sub_group: SubGroup) -> None:
             for segment in sub_group.layout.segments:
-                gradient = with_gradient.get(segment.key)
+                gradient = gradients.get(segment.key)
                 if gradient is not None and segment.key in options:
                     piece = gradient[segment.start : segment.stop]
                     self._update(sub_group, segment, piece, options[segment.key])
 
-        swapper.walk(
-            visit,
-            needed=lambda group: any(s.key in with_gradient for s in group.layout.segments),
-        )
-        swapper.flush()
+        swapper.walk(visit, step.remaining)
+        step.walked = True
 
     def _update(
         self, sub_group: SubGroup, segment: Segment, gradient: torch.Tensor, options: AdamWOptions
@@ -270,7 +274,7 @@ class SwappedAdamW(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; gradients that are kept on the host are forgotten (or zeroed), too."""
-        if self._phase is not StepPhase.IDLE:
+        if self._step is not None:
             raise SwapUsageError(
                 "the last step failed half-way and still needs its gradients",
                 fix="call step() again until it succeeds, or go back to a checkpoint",

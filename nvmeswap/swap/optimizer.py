@@ -63,8 +63,8 @@ class PipelinedOptimizerSwapper:
 
         swapper = PipelinedOptimizerSwapper(layouts, store=store, pool=pool, timeout_s=60)
         swapper.initialise(lambda key, name, start, stop: initial values or None for zeros)
-        swapper.walk(visit)   # visit(sub_group) updates sub_group.state_of(segment, "exp_avg") ...
-        swapper.flush()
+        remaining = swapper.order(lambda sub_group: True)
+        swapper.walk(visit, remaining)   # visit updates sub_group.state_of(segment, "exp_avg") ...
 
     With `store=None` everything stays in `pool`, which then has a slot for each sub-group.
 
@@ -123,22 +123,21 @@ class PipelinedOptimizerSwapper:
 
     # --- a step -------------------------------------------------------------------------------
 
-    @property
-    def in_step(self) -> bool:
-        """True after a walk that was interrupted, until one has visited what it left."""
-        return bool(self._remaining)
+    def order(self, needed: Callable[[SubGroup], bool]) -> list[int]:
+        """The sub-groups that the next walk is to visit, by index; the direction turns each
+        time."""
+        order = [group.index for group in self._groups if needed(group)]
+        self._backwards = not self._backwards
+        return order if self._backwards else order[::-1]
 
-    def walk(
-        self,
-        visit: Callable[[SubGroup], None],
-        needed: Callable[[SubGroup], bool] = lambda _: True,
-    ) -> None:
-        """Call `visit` once for each sub-group for which `needed` is true, with its state in
-        memory; what the visitor left in the slot is written back behind it.
+    def walk(self, visit: Callable[[SubGroup], None], remaining: list[int]) -> None:
+        """Call `visit` for each sub-group in `remaining`, with its state in memory, and take it off
+        the list; what the visitor left in the slot is written back behind it. Waits for the last
+        write.
 
-        A visit that raises counts as not made: the state from before it is read again; where that
-        can't be (a master that is the parameter itself), walking is refused from then on. The last
-        writes may still be under way on return; `flush` waits for them.
+        Whatever interrupts a walk, calling it again with the same list goes on there. A visit that
+        raised counts as not made: the state from before it is read again; where that can't be (a
+        master that is the parameter itself), walking is refused from then on.
         """
         if self._torn is not None:
             raise SwapUsageError(
@@ -146,13 +145,9 @@ class PipelinedOptimizerSwapper:
                 fix="go back to a checkpoint",
             )
         began = time.perf_counter()
-        if not self._remaining:
-            order = [group.index for group in self._groups if needed(group)]
-            self._remaining = order[::-1] if self._backwards else order
-            self._backwards = not self._backwards
-            self._step_count += 1
-        while self._remaining:
-            group = self._groups[self._remaining[0]]
+        self._remaining = remaining
+        while remaining:
+            group = self._groups[remaining[0]]
             waited = time.perf_counter()
             self._hit_count += group.state in (ShardState.CLEAN, ShardState.WRITING)
             self._bring_in(group)
@@ -162,7 +157,12 @@ class PipelinedOptimizerSwapper:
             self._visit(group, visit)
             self._update_s += time.perf_counter() - computing
             self._write_back(group)
-        self._step_s += time.perf_counter() - began
+        waited = time.perf_counter()
+        self.flush()
+        ended = time.perf_counter()
+        self._stall_s += ended - waited
+        self._step_s += ended - began
+        self._step_count += 1
 
     def _visit(self, group: SubGroup, visit: Callable[[SubGroup], None]) -> None:
         self._others.pop(group.index, None)
@@ -340,7 +340,6 @@ class PipelinedOptimizerSwapper:
     def _write_back(self, group: SubGroup) -> None:
         """DIRTY -> WRITING; or, where nothing is swapped, straight to CLEAN."""
         assert group.state is ShardState.DIRTY
-        group.move(ShardState.WRITING)
         group.requests.clear()
         try:
             if self._store is not None:
@@ -349,8 +348,9 @@ class PipelinedOptimizerSwapper:
             for write in self._others.get(group.index, ()):
                 group.requests.extend(write())
         except BaseException:  # Ctrl-C too: what was not submitted must not pass for written
-            self._fail_writing(group)
+            self._settle(group)
             raise
+        group.move(ShardState.WRITING)
         if not group.requests:
             self._finish_writing(group)
 
@@ -367,18 +367,17 @@ class PipelinedOptimizerSwapper:
         except SwapTimeoutError:
             raise  # still under way: the slot must be kept, and waiting again is legal
         except SwapError:
-            self._fail_writing(group)
+            self._settle(group)
+            group.move(ShardState.DIRTY)
             raise
-        group.requests.clear()
-        self._others.pop(group.index, None)
         group.move(ShardState.CLEAN)
+        self._others.pop(group.index, None)
 
-    def _fail_writing(self, group: SubGroup) -> None:
-        """Nothing of this write may be in flight any more before the slot may change again."""
+    def _settle(self, group: SubGroup) -> None:
+        """After a failure nothing of the write may be in flight before the slot may change
+        again."""
         for request in group.requests:
             try:
                 request.wait(self._timeout_s)
             except SwapError:
                 continue  # the first error is the one that is raised
-        group.requests.clear()
-        group.move(ShardState.DIRTY)

@@ -80,10 +80,8 @@ class Resident:
         except SwapTimeoutError:
             raise  # the transfer may still land in the slot: keep both, waiting again is legal
         except SwapError:
-            self.requests.clear()
             self.drop_slot()
             raise
-        self.requests.clear()
         self.move(ShardState.CLEAN)
 
     def drop_slot(self) -> None:
