@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -135,6 +135,13 @@ class Pool:
             holders=holders,
             fix='raise "buffer_count", or release slots before asking for more',
         )
+
+    def release_orphans(self, known: Collection[Slot]) -> None:
+        """Take back lent slots that are not in `known`: those that an exception (Ctrl-C) kept from
+        reaching whoever asked for them, or from coming back. Only for a pool with one user."""
+        with self._changed:
+            for slot in [s for s in self._lent if s not in known and s not in self._awaited]:
+                self._put_back(slot)
 
     def stats(self) -> PoolStats:
         """A consistent snapshot. `slot_nbytes` is the bytes of all slots together; a slot waiting

@@ -368,6 +368,12 @@ class SwappedAdamW(Optimizer):
             "a swapped optimizer can't be copied or pickled", fix="save its state_dict()"
         )
 
+    @property
+    def step_is_unfinished(self) -> bool:
+        """True if a step failed or was interrupted half-way: `step` must be called again, with the
+        gradients as they are."""
+        return self._step is not None
+
     def flush(self) -> None:
         """Wait until all state is on NVMe; raises what went wrong."""
         self._attached().flush()

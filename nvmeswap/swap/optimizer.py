@@ -259,7 +259,7 @@ class PipelinedOptimizerSwapper:
         if group.state is ShardState.WRITING:
             self._finish_writing(group)
         if group.state is ShardState.ON_NVME:
-            slot = self._slot_for(group)
+            slot = group.slot or self._slot_for(group)
             self._start_reading(group, slot, Lane.DEMAND)
         if group.state is ShardState.READING:
             group.finish_reading()
@@ -271,20 +271,16 @@ class PipelinedOptimizerSwapper:
             group = self._groups[index]
             if group.state is not ShardState.ON_NVME:
                 continue
-            slot = self._free_slot(group)
+            slot = group.slot or self._free_slot(group)
             if slot is None:
                 return
             self._start_reading(group, slot, Lane.PREFETCH)
 
     def _start_reading(self, group: SubGroup, slot: Slot, lane: Lane) -> None:
-        assert self._store is not None
-        try:
-            memory = slot.memory[: group.layout.state_nbytes]
-            request = self._store.read(group.key, memory, lane=lane)
-        except SwapError:
-            slot.release()
-            raise
-        group.start_reading(slot, request)
+        store = self._store
+        assert store is not None
+        memory = slot.memory[: group.layout.state_nbytes]
+        group.start_reading(slot, lambda: store.read(group.key, memory, lane=lane))
 
     def _free_slot(self, group: SubGroup) -> Slot | None:
         """A slot without waiting: free, or that of a clean sub-group this step needs no more."""
@@ -313,9 +309,13 @@ class PipelinedOptimizerSwapper:
             victim = self._victim(group)
             if victim is None:
                 assert self._pool is not None
+                self._pool.release_orphans([g.slot for g in self._groups if g.slot is not None])
                 return self._pool.acquire(
                     group.layout.slot_nbytes, holder=group.key, timeout_s=self._timeout_s
                 )
+            if victim.state is ShardState.ON_NVME:  # its read was interrupted
+                assert victim.slot is not None
+                self._start_reading(victim, victim.slot, Lane.DEMAND)
             if victim.state is ShardState.DIRTY:
                 self._write_back(victim)
             if victim.state is ShardState.WRITING:

@@ -16,7 +16,7 @@ from itertools import islice
 
 import torch
 
-from nvmeswap.errors import SwapError, SwapIOError, SwapUsageError
+from nvmeswap.errors import SwapIOError, SwapUsageError
 from nvmeswap.io.engine import Lane
 from nvmeswap.memory.budget import exact_slot_classes, slot_classes
 from nvmeswap.memory.pool import Pool, SlotClass
@@ -248,7 +248,7 @@ class PartitionedParamSwapper:
             self._stall_s += time.perf_counter() - began
             return
         if shard.state is ShardState.ON_NVME:
-            slot = self._slot_for_demand(spec)
+            slot = shard.slot or self._slot_for_demand(spec)
             self._start_reading(shard, slot, Lane.DEMAND)
         elif shard.state is ShardState.CLEAN or shard.requests[0].done():
             self._hit_count += 1
@@ -266,14 +266,10 @@ class PartitionedParamSwapper:
             out.copy_(host)
 
     def _start_reading(self, shard: _Shard, slot: Slot, lane: Lane) -> None:
-        assert self._store is not None
-        try:
-            memory = slot.memory[: shard.spec.nbytes]
-            request = self._store.read(shard.key, memory, lane=lane)
-        except SwapError:  # nothing was submitted; after Ctrl-C that is not sure, and it stays lent
-            slot.release()
-            raise
-        shard.start_reading(slot, request)
+        store = self._store
+        assert store is not None
+        memory = slot.memory[: shard.spec.nbytes]
+        shard.start_reading(slot, lambda: store.read(shard.key, memory, lane=lane))
 
     def _slot_for_demand(self, spec: ShardSpec) -> Slot:
         """A slot now: free, or taken from the resident of this size that is needed last."""
@@ -286,8 +282,14 @@ class PartitionedParamSwapper:
                 and shard.slot.nbytes == self._pool.class_nbytes(spec.nbytes)
             ]
             if not same_class:
+                self._pool.release_orphans(
+                    [shard.slot for shard in self._shards.values() if shard.slot is not None]
+                )
                 return self._pool.acquire(spec.nbytes, holder=spec.key, timeout_s=self._timeout_s)
             victim = max(same_class, key=lambda shard: self._plan.next_use(shard.key))
+            if victim.state is ShardState.ON_NVME:  # its read was interrupted
+                assert victim.slot is not None
+                self._start_reading(victim, victim.slot, Lane.DEMAND)
             if victim.state is ShardState.READING:
                 try:
                     victim.finish_reading()
@@ -308,7 +310,7 @@ class PartitionedParamSwapper:
                 or self._placement.streams(shard.spec)
             ):
                 continue
-            slot = self._pool.try_acquire(shard.spec.nbytes, holder=key)
+            slot = shard.slot or self._pool.try_acquire(shard.spec.nbytes, holder=key)
             if slot is None:
                 continue
             self._start_reading(shard, slot, Lane.PREFETCH)

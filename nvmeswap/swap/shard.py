@@ -10,6 +10,7 @@ A plan decides when they move, and never whether the result is right.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -62,14 +63,24 @@ class Resident:
     copied: torch.cuda.Event | None = None
 
     def move(self, to: ShardState) -> None:
-        """Change the state; the only place that does."""
+        """Change the state while the slot stays."""
         assert to in LEGAL_MOVES[self.state], f"{self.key}: {self.state.name} -> {to.name}"
         assert (self.slot is None) == (to is ShardState.ON_NVME), f"{self.key}: slot in {to.name}"
         self.state = to
 
-    def start_reading(self, slot: Slot, request: StoreRequest) -> None:
-        """ON_NVME -> READING."""
-        self.slot, self.requests = slot, [request]
+    def start_reading(self, slot: Slot, read: Callable[[], StoreRequest]) -> None:
+        """ON_NVME -> READING, by the request that `read` submits. On an error the slot is returned.
+
+        The slot is ours before anything is submitted into it: whatever interrupts this, a slot that
+        the disk may write to is never lent to another, and reading again into it is harmless.
+        """
+        self.slot = slot
+        try:
+            self.requests = [read()]
+        except SwapError:
+            self.slot = None
+            slot.release()
+            raise
         self.move(ShardState.READING)
 
     def finish_reading(self) -> None:
@@ -86,10 +97,9 @@ class Resident:
 
     def drop_slot(self) -> None:
         """To ON_NVME (evict, or a failed read); the slot is free again."""
-        slot, self.slot = self.slot, None
-        copied, self.copied = self.copied, None
-        self.move(ShardState.ON_NVME)
-        assert slot is not None
+        slot, copied = self.slot, self.copied
+        assert slot is not None and ShardState.ON_NVME in LEGAL_MOVES[self.state]
+        self.state, self.slot, self.copied = ShardState.ON_NVME, None, None
         if copied is None:
             slot.release()
         else:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 
-from nvmeswap.errors import SwapPathError, SwapUsageError
+from nvmeswap.errors import SwapManifestError, SwapPathError, SwapUsageError
 from nvmeswap.swap.adamw import SwappedAdamW
 from tests.swap.conftest import Bench, set_gradients
 
@@ -207,3 +207,124 @@ def test_what_is_not_served_is_refused_by_name(
         bench.adamw([torch.nn.Parameter(torch.randn(4, 6).t())])
     with pytest.raises(SwapPathError):
         SwappedAdamW(parameters([10]), nvme_path=tmp_path / "missing")
+
+
+def test_weights_loaded_after_the_optimizer_was_built_count(
+    bench: Bench, parameters: MakeParameters
+) -> None:
+    """The fp32 master must not bring the old weights back."""
+    ours = parameters([37, 9000], dtype=torch.bfloat16)
+    swapped = bench.adamw(ours, lr=1e-4)
+    for step in range(3):
+        if step == 1:
+            with torch.no_grad():
+                ours[0].add_(1)
+                ours[1][5000:].mul_(2)
+        masters = [torch.nn.Parameter(parameter.detach().float()) for parameter in ours]
+        if step == 1:
+            state = swapped.state_dict()["state"]
+            masters[1].data[:5000] = state[1]["master"][:5000]  # not edited: still exact
+            resident = torch.optim.AdamW(masters, lr=1e-4, fused=True)
+            resident.load_state_dict(
+                {**resident.state_dict(), "state": {i: dict(s) for i, s in state.items()}}
+            )
+        set_gradients(ours, step)
+        swapped.step()
+        if step == 1:
+            for master, parameter in zip(masters, ours, strict=True):
+                assert parameter.grad is not None
+                master.grad = parameter.grad.float()
+            resident.step()
+            assert all(
+                torch.equal(parameter, master.bfloat16())
+                for master, parameter in zip(masters, ours, strict=True)
+            )
+
+
+def test_loading_the_state_of_a_fresh_optimizer_forgets_the_moments(
+    bench: Bench, parameters: MakeParameters
+) -> None:
+    """Else a restart from scratch would keep the momentum of the abandoned run."""
+    ours, theirs = parameters([5000]), parameters([5000])
+    pair = [(ours, bench.adamw(ours)), (theirs, torch.optim.AdamW(theirs, fused=True))]
+    fresh = [copy.deepcopy(optimizer.state_dict()) for _, optimizer in pair]
+    for step in range(6):
+        for (params, optimizer), state in zip(pair, fresh, strict=True):
+            if step == 3:
+                optimizer.load_state_dict(state)
+            set_gradients(params, step)
+            optimizer.step()
+        assert torch.equal(ours[0], theirs[0]), step
+
+
+def test_state_of_another_size_is_refused_before_anything_changes(
+    bench: Bench, parameters: MakeParameters, tmp_path: Path
+) -> None:
+    """Cut off to fit, it would be garbage."""
+    large, small = parameters([6000]), parameters([4000])
+    (tmp_path / "other").mkdir()
+    saved = SwappedAdamW(large, nvme_path=tmp_path / "other")
+    set_gradients(large, 0)
+    saved.step()
+    swapped = bench.adamw(small)
+    set_gradients(small, 0)
+    swapped.step()
+    before = swapped.state_dict()["state"][0]["exp_avg"]
+    with pytest.raises(SwapManifestError) as raised:
+        swapped.load_state_dict(saved.state_dict())
+    assert raised.value.field == "shape"
+    assert torch.equal(swapped.state_dict()["state"][0]["exp_avg"], before)
+    saved.close()
+
+
+def test_parameter_thawed_after_the_optimizer_was_built_is_refused(
+    bench: Bench, parameters: MakeParameters
+) -> None:
+    """It has no state: it would never be trained, without a word."""
+    ours = parameters([100, 200])
+    ours[1].requires_grad_(False)
+    swapped = bench.adamw(ours)
+    ours[1].requires_grad_(True)
+    set_gradients(ours, 0)
+    with pytest.raises(SwapUsageError, match="frozen"):
+        swapped.step()
+
+
+def test_parameter_frozen_between_backward_and_step_is_still_updated(
+    bench: Bench, parameters: MakeParameters
+) -> None:
+    """torch updates whatever has a gradient."""
+    ours, theirs = parameters([5000]), parameters([5000])
+    for params, optimizer in (
+        (ours, bench.adamw(ours)), (theirs, torch.optim.AdamW(theirs, fused=True))
+    ):
+        set_gradients(params, 0)
+        params[0].requires_grad_(False)
+        optimizer.step()
+    assert torch.equal(ours[0], theirs[0])
+
+
+@pytest.mark.parametrize(
+    "options", [{"lr": -1.0}, {"betas": (0.9, 1.0)}, {"eps": -1e-8}, {"lr": "fast"}], ids=str
+)
+def test_option_out_of_range_is_refused(
+    bench: Bench, parameters: MakeParameters, options: dict[str, Any]
+) -> None:
+    """torch's own limits, and its ValueError."""
+    with pytest.raises(ValueError):
+        bench.adamw(parameters([10]), **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_parameter_that_fp32_can_not_hold_is_refused(bench: Bench, dtype: torch.dtype) -> None:
+    """Its precision, or its imaginary part, would be lost."""
+    with pytest.raises(SwapUsageError):
+        bench.adamw([torch.nn.Parameter(torch.zeros(10, dtype=dtype))])
+
+
+def test_copying_or_pickling_the_optimizer_is_refused(
+    bench: Bench, parameters: MakeParameters
+) -> None:
+    """Two optimizers on one file would destroy each other's state."""
+    with pytest.raises(SwapUsageError, match="state_dict"):
+        copy.deepcopy(bench.adamw(parameters([10])))
