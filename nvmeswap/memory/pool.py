@@ -102,14 +102,15 @@ class Pool:
         shelf = self._shelf_for(nbytes)
         ticket = object()
         begin = time.monotonic()
-        with self._changed:
-            shelf.waiters.append(ticket)
-            self._wait_count += 1
         try:
+            with self._changed:
+                shelf.waiters.append(ticket)
+                self._wait_count += 1
             return self._wait_for_turn(shelf, ticket, holder, begin + timeout_s, nbytes)
         finally:
             with self._changed:
-                shelf.waiters.remove(ticket)
+                if ticket in shelf.waiters:  # else Ctrl-C came before it was put there
+                    shelf.waiters.remove(ticket)
                 self._wait_s += time.monotonic() - begin
                 self._changed.notify_all()
 

@@ -12,7 +12,7 @@ import torch
 from tests.swap.conftest import Bench, set_gradients
 
 SIZES = [37, 5000, 30_000]
-STEPS = 40
+STEPS = 20
 
 
 @pytest.fixture

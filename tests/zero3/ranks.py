@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from nvmeswap import SwapError
+from nvmeswap.errors import SwapUsageError
 from tests.oracle import first_difference
 from tests.zero3.cases import Case, build, run_in_ram, run_swapped
 
@@ -81,8 +82,58 @@ def one_rank_reads_garbage(nvme_path: Path) -> str:
     return "nothing"
 
 
+def void_pass_is_refused(nvme_path: Path) -> None:
+    """Rank 1 can't read in one forward; afterwards the run goes on as an undisturbed one does."""
+    import nvmeswap.zero3
+
+    weights = []
+    for disturbed in (True, False):
+        case = Case(buffer_count=1)
+        model, optimizer = nvmeswap.zero3.shard(build(case), case.config(nvme_path))
+        tokens = torch.full((2, 3), 1 + dist.get_rank())
+        if disturbed:
+            (path,) = nvme_path.rglob(f"rank0000{dist.get_rank()}/params.swp")
+            before = path.read_bytes()
+            if dist.get_rank() == 1:
+                with path.open("r+b") as file:
+                    file.write(bytes(len(before)))
+            model(tokens).sum().backward()
+            with path.open("r+b") as file:
+                file.write(before)
+            for expected in (SwapError, SwapUsageError):
+                try:
+                    optimizer.step()
+                except expected:
+                    continue
+                raise AssertionError(f"no {expected.__name__}")
+            optimizer.zero_grad()
+        for _ in range(2):
+            model(tokens).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append({n: v.full_tensor().clone() for n, v in model.state_dict().items()})
+        optimizer.close()
+    assert all(value.isfinite().all() for value in weights[0].values())
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def set_up_fails_on_rank_1(nvme_path: Path) -> str:
+    """A budget of one byte on rank 1; returns the error's class name."""
+    import nvmeswap.zero3
+
+    budget = {"host_memory_nbytes": 1} if dist.get_rank() == 1 else {}
+    case = Case(extra={"nvmeswap": budget})
+    try:
+        nvmeswap.zero3.shard(build(case), case.config(nvme_path))
+    except SwapError as error:
+        assert not list(nvme_path.rglob(f"rank0000{dist.get_rank()}/*.swp"))
+        return type(error).__name__
+    return "nothing"
+
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    each.__name__: each for each in (equals_ram, one_rank_reads_garbage)
+    each.__name__: each
+    for each in (equals_ram, one_rank_reads_garbage, void_pass_is_refused, set_up_fails_on_rank_1)
 }
 
 
