@@ -28,7 +28,7 @@ typedef struct nvs_file nvs_file;
 typedef struct nvs_request nvs_request;
 
 typedef struct {
-    const char *backend;      /* "aio", "posix", "skeleton", or "fault" (over aio) */
+    const char *backend;      /* "uring", "aio", "posix", "skeleton", or "fault" (over aio) */
     const char *fault_script; /* NULL, or the faults to inject over `backend`: see backend_fault.c */
     uint64_t block_nbytes;    /* largest single transfer: a multiple of 4096, below 2 GiB */
     uint32_t queue_depth;     /* most blocks in the kernel at once */

@@ -48,7 +48,8 @@ class Engine:
             engine.read(file, 0, other).wait()
 
     Args:
-        backend: "aio", "posix", "skeleton" (slow, for reference) or "fault" (aio under a script).
+        backend: "uring", "aio", "posix", "skeleton" (slow, for reference) or "fault" (aio under a
+            script).
         block_nbytes: largest single transfer in bytes; a multiple of 4096, below 2 GiB.
         queue_depth: most blocks in flight.
         thread_count: threads of the posix backend.

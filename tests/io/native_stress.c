@@ -173,7 +173,7 @@ static void count_blocks_of_large_requests(void)
 
 int main(int argument_count, char **arguments)
 {
-    static const char *const backends[] = {"aio", "posix", "skeleton"};
+    static const char *const backends[] = {"uring", "aio", "posix", "skeleton"};
     REQUIRE(argument_count == 2);
     refuse_broken_backends();
     count_blocks_of_large_requests();
