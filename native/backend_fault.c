@@ -289,6 +289,32 @@ static int fault_inject(void *state, const char *fault_script)
     return rc;
 }
 
+static int fault_register_memory(void *state, void *memory, uint64_t nbytes)
+{
+    struct fault *fault = state;
+    return fault->inner->register_memory
+               ? fault->inner->register_memory(fault->inner_state, memory, nbytes) : -EOPNOTSUPP;
+}
+
+static void fault_unregister_memory(void *state, int index)
+{
+    struct fault *fault = state;
+    fault->inner->unregister_memory(fault->inner_state, index);
+}
+
+static int fault_register_file(void *state, int fd)
+{
+    struct fault *fault = state;
+    return fault->inner->register_file ? fault->inner->register_file(fault->inner_state, fd)
+                                       : -EOPNOTSUPP;
+}
+
+static void fault_unregister_file(void *state, int index)
+{
+    struct fault *fault = state;
+    fault->inner->unregister_file(fault->inner_state, index);
+}
+
 static const struct backend fault_backend = {
     .abi = BACKEND_ABI,
     .name = "fault",
@@ -296,6 +322,10 @@ static const struct backend fault_backend = {
     .submit = fault_submit,
     .reap = fault_reap,
     .close = fault_close,
+    .register_memory = fault_register_memory,
+    .unregister_memory = fault_unregister_memory,
+    .register_file = fault_register_file,
+    .unregister_file = fault_unregister_file,
     .inject = fault_inject,
 };
 

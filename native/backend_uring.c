@@ -12,6 +12,9 @@
  * - Entering costs about 1 us, so entries wait for company: for a full batch, or for the next reap,
  *   which submits and waits in one call.
  * - A completion may say EAGAIN or EINTR (XFS does): the core tries again, as with every backend.
+ * - Registered memory saves pinning pages at each transfer: 0.60 to 0.78 of the CPU at 512 KiB,
+ *   0.78 to 0.80 at 64 KiB; a registered file up to 10 %. Tables with empty entries, to be filled
+ *   one by one, exist since 5.19; before it nothing is registered.
  * - A ring's memory that a forked child shares would let it submit in our name (or hold pinned pages
  *   after our close), so it is DONTFORK, and the child closes its copy of the descriptor.
  * - Closing a ring waits for nothing; the core drains first.
@@ -41,8 +44,16 @@ static const unsigned optional_flags[] = {
 };
 enum { OPTIONAL_FLAG_COUNT = sizeof optional_flags / sizeof *optional_flags };
 
+/* Which entries of a table in the kernel are taken. */
+struct index_table {
+    bool open;
+    bool taken[MEMORY_PIECE_LIMIT];
+};
+
 struct uring {
     struct io_uring ring;
+    struct index_table memory;
+    struct index_table files;
     int wake_fd;
     bool wake_armed;
     uint32_t waiting_count; /* entries that the kernel has not been shown */
@@ -161,10 +172,13 @@ static int uring_submit(void *state, struct backend_op **ops, uint32_t count)
         struct backend_op *op = ops[i];
         /* Never NULL: the ring has room for the whole queue_depth and the poll. */
         struct io_uring_sqe *entry = io_uring_get_sqe(&uring->ring);
-        if (op->direction == NVS_READ)
-            io_uring_prep_read(entry, op->fd, op->memory, op->nbytes, op->offset_bytes);
-        else
-            io_uring_prep_write(entry, op->fd, op->memory, op->nbytes, op->offset_bytes);
+        bool is_fixed = op->memory_index >= 0;
+        int opcode = op->direction == NVS_READ ? is_fixed ? IORING_OP_READ_FIXED : IORING_OP_READ
+                                               : is_fixed ? IORING_OP_WRITE_FIXED : IORING_OP_WRITE;
+        int fd = op->file_index >= 0 ? op->file_index : op->fd;
+        io_uring_prep_rw(opcode, entry, fd, op->memory, op->nbytes, op->offset_bytes);
+        entry->buf_index = is_fixed ? (uint16_t)op->memory_index : 0;
+        entry->flags = op->file_index >= 0 ? IOSQE_FIXED_FILE : 0;
         io_uring_sqe_set_data(entry, op);
     }
     uring->waiting_count += count;
@@ -225,8 +239,72 @@ static int uring_reap(void *state, struct backend_op **done, uint32_t capacity, 
     return count;
 }
 
+static int uring_free_index(const struct index_table *table, int limit)
+{
+    int index = 0;
+    while (index < limit && table->taken[index])
+        index++;
+    return index < limit ? index : -ENOSPC;
+}
+
+static int uring_register_memory(void *state, void *memory, uint64_t nbytes)
+{
+    struct uring *uring = state;
+    int rc = uring->memory.open ? 0 : io_uring_register_buffers_sparse(&uring->ring, MEMORY_PIECE_LIMIT);
+    if (rc < 0)
+        return rc == -ENOMEM ? -ENOSPC : rc;
+    uring->memory.open = true;
+    int index = uring_free_index(&uring->memory, MEMORY_PIECE_LIMIT);
+    if (index < 0)
+        return index;
+    struct iovec piece = {memory, nbytes};
+    rc = io_uring_register_buffers_update_tag(&uring->ring, (unsigned)index, &piece, &(__u64){0}, 1);
+    if (rc < 0)
+        return rc;
+    uring->memory.taken[index] = true;
+    return index;
+}
+
+static void uring_unregister_memory(void *state, int index)
+{
+    struct uring *uring = state;
+    struct iovec nothing = {NULL, 0};
+    io_uring_register_buffers_update_tag(&uring->ring, (unsigned)index, &nothing, &(__u64){0}, 1);
+    uring->memory.taken[index] = false;
+}
+
+static int uring_register_file(void *state, int fd)
+{
+    struct uring *uring = state;
+    int rc = uring->files.open ? 0 : io_uring_register_files_sparse(&uring->ring, FILE_TABLE_LIMIT);
+    if (rc < 0)
+        return rc;
+    uring->files.open = true;
+    int index = uring_free_index(&uring->files, FILE_TABLE_LIMIT);
+    if (index < 0)
+        return index;
+    rc = io_uring_register_files_update(&uring->ring, (unsigned)index, &fd, 1);
+    if (rc < 0)
+        return rc;
+    uring->files.taken[index] = true;
+    return index;
+}
+
+static void uring_unregister_file(void *state, int index)
+{
+    struct uring *uring = state;
+    io_uring_register_files_update(&uring->ring, (unsigned)index, &(int){-1}, 1);
+    uring->files.taken[index] = false;
+}
+
+/* The memory is let go of here, not when the last copy of the ring goes in some forked child. */
 static void uring_close(void *state)
 {
+    struct uring *uring = state;
+    if (uring->memory.open)
+        io_uring_unregister_buffers(&uring->ring);
+    if (uring->files.open)
+        io_uring_unregister_files(&uring->ring);
     uring_unlist_and_exit(state);
     free(state);
 }
@@ -238,6 +316,10 @@ static const struct backend uring_backend = {
     .submit = uring_submit,
     .reap = uring_reap,
     .close = uring_close,
+    .register_memory = uring_register_memory,
+    .unregister_memory = uring_unregister_memory,
+    .register_file = uring_register_file,
+    .unregister_file = uring_unregister_file,
 };
 
 static __attribute__((constructor)) void uring_register(void)

@@ -26,7 +26,7 @@ static void lane_push(struct lane *lane, nvs_request *request)
 }
 
 /* Under the mailbox lock. One write is enough until the I/O thread has looked. */
-static void wake(nvs_engine *engine)
+void engine_wake(nvs_engine *engine)
 {
     if (!engine->woken)
         eventfd_write(engine->wake_fd, 1);
@@ -41,12 +41,15 @@ static bool take_mailbox(nvs_engine *engine)
     pthread_mutex_lock(&engine->mailbox_lock);
     for (int lane = 0; lane < NVS_LANE_COUNT; lane++)
         lane_append(&engine->lanes[lane], &engine->mailbox[lane]);
+    struct memory_call *memory_calls = engine->memory_calls;
+    engine->memory_calls = NULL;
     bool stopping = engine->stopping;
     eventfd_t ignored;
     if (engine->woken)
         eventfd_read(engine->wake_fd, &ignored);
     engine->woken = false;
     pthread_mutex_unlock(&engine->mailbox_lock);
+    memory_calls_serve(engine, memory_calls);
     return stopping;
 }
 
@@ -59,7 +62,9 @@ static void *engine_thread(void *argument)
     if (is_open)
         engine->free_count = engine->queue_depth = engine->backend_options.queue_depth;
     event_set(&engine->opened);
+    engine->file_limit = engine->backend->register_file ? FILE_TABLE_LIMIT : 0;
     while (is_open) {
+        file_table_sweep(engine);
         bool stopping = take_mailbox(engine);
         start_blocks(engine);
         if (stopping && engine->free_count == engine->queue_depth)
@@ -79,8 +84,11 @@ static void engine_free(nvs_engine *engine)
     if (engine->blocks)
         for (uint32_t i = 0; i < engine->queue_depth; i++)
             free(engine->blocks[i].bounce);
+    if (engine->file_table)
+        file_table_close(engine->file_table);
     if (engine->wake_fd >= 0)
         close(engine->wake_fd);
+    free(engine->memory_table.pieces);
     pthread_mutex_destroy(&engine->mailbox_lock);
     free(engine->blocks);
     free(engine->free_blocks);
@@ -101,7 +109,9 @@ static nvs_engine *engine_new(const nvs_options *options)
     engine->blocks = calloc(depth, sizeof *engine->blocks);
     engine->free_blocks = calloc(depth, sizeof *engine->free_blocks);
     engine->ready = calloc(depth, sizeof *engine->ready);
-    if (engine->wake_fd < 0 || !engine->blocks || !engine->free_blocks || !engine->ready) {
+    engine->file_table = file_table_new(engine->wake_fd);
+    if (engine->wake_fd < 0 || !engine->blocks || !engine->free_blocks || !engine->ready
+        || !engine->file_table) {
         engine_free(engine);
         return NULL;
     }
@@ -183,7 +193,7 @@ int nvs_engine_close(nvs_engine *engine, int64_t timeout_ns)
         return NVS_ERROR_FORKED;
     pthread_mutex_lock(&engine->mailbox_lock);
     engine->stopping = true;
-    wake(engine);
+    engine_wake(engine);
     pthread_mutex_unlock(&engine->mailbox_lock);
     int rc = event_wait(&engine->drained, timeout_ns);
     if (rc < 0)
@@ -224,7 +234,7 @@ static bool post(nvs_engine *engine, struct lane *batch, int lane, uint64_t requ
     if (accepted && batch->head) {
         count(engine, IN_FLIGHT, request_count);
         lane_append(&engine->mailbox[lane], batch);
-        wake(engine);
+        engine_wake(engine);
     }
     pthread_mutex_unlock(&engine->mailbox_lock);
     return accepted;

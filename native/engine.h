@@ -10,6 +10,7 @@
 
 #include "backend.h"
 #include "event.h"
+#include "registration.h"
 
 /* The core's own types. Who touches what:
  *   caller threads   mailbox (under its lock), references, counters
@@ -23,6 +24,8 @@ struct nvs_file {
     atomic_int fallback_errno;
     uint32_t offset_alignment_nbytes;
     uint32_t memory_alignment_nbytes;
+    _Atomic(struct file_table *) table; /* of the engine it is registered with, or NULL */
+    int index;                          /* there; that engine's I/O thread's */
 };
 
 struct nvs_request {
@@ -59,7 +62,7 @@ struct block {
 
 enum counter {
     READ_DIRECT, READ_BUFFERED, WRITE_DIRECT, WRITE_BUFFERED, BOUNCED, REQUESTS, BLOCKS, RETRIES,
-    ERRORS, IN_FLIGHT, COUNTER_COUNT
+    ERRORS, IN_FLIGHT, REGISTERED, COUNTER_COUNT
 };
 
 struct nvs_engine {
@@ -74,8 +77,9 @@ struct nvs_engine {
     event drained; /* the thread is over */
     atomic_uint_fast64_t counters[COUNTER_COUNT];
 
-    pthread_mutex_t mailbox_lock; /* guards mailbox, stopping and woken */
+    pthread_mutex_t mailbox_lock; /* guards mailbox, memory_calls, stopping and woken */
     struct lane mailbox[NVS_LANE_COUNT];
+    struct memory_call *memory_calls;
     bool stopping;
     bool woken; /* wake_fd is readable */
     int wake_fd; /* an eventfd, readable while there is something new for the I/O thread */
@@ -89,8 +93,15 @@ struct nvs_engine {
     uint32_t ready_head;
     uint32_t ready_count;
     uint32_t in_backend_count;
+    struct memory_table memory_table;
+    struct file_table *file_table;
+    uint32_t registered_file_count;
+    uint32_t file_limit;
     bool paused; /* something said EAGAIN: reap or wait before submitting again */
 };
+
+/* engine.c: under the mailbox lock. */
+void engine_wake(nvs_engine *engine);
 
 /* request.c */
 nvs_request *request_new(const nvs_transfer *transfer);

@@ -40,6 +40,9 @@ void file_fall_back(nvs_file *file, int reason)
 void nvs_file_release(nvs_file *file)
 {
     if (atomic_fetch_sub(&file->references, 1) == 1) {
+        struct file_table *table = atomic_load(&file->table);
+        if (table)
+            file_table_leave(table, file->index);
         close(file->fd);
         free(file);
     }

@@ -129,6 +129,16 @@ static bool set_up_bounce(nvs_engine *engine, struct block *block)
     return true;
 }
 
+/* Where pieces of registered memory meet, blocks are cut too, unless that would misalign the next. */
+static uint32_t next_nbytes(const nvs_engine *engine, const nvs_request *request, const char *memory)
+{
+    uint32_t nbytes =
+        split_next_nbytes(request->transfer.nbytes, request->cut_nbytes, engine->block_nbytes);
+    uint32_t span_nbytes = (uint32_t)memory_table_span(&engine->memory_table, memory, nbytes);
+    uint32_t alignment_nbytes = request->transfer.file->offset_alignment_nbytes;
+    return span_nbytes % alignment_nbytes == 0 ? span_nbytes : nbytes;
+}
+
 static void cut_block(nvs_engine *engine, struct lane *lane)
 {
     nvs_request *request = lane->head;
@@ -137,7 +147,7 @@ static void cut_block(nvs_engine *engine, struct lane *lane)
     block->request = request;
     block->memory = (char *)transfer->memory + request->cut_nbytes;
     block->offset_bytes = transfer->offset_bytes + request->cut_nbytes;
-    block->wanted_nbytes = split_next_nbytes(transfer->nbytes, request->cut_nbytes, engine->block_nbytes);
+    block->wanted_nbytes = next_nbytes(engine, request, block->memory);
     block->done_nbytes = 0;
     block->tries = 0;
     request->cut_nbytes += block->wanted_nbytes;
@@ -208,7 +218,11 @@ static void submit_ready(nvs_engine *engine)
         struct backend_op **ops = &engine->ready[engine->ready_head];
         for (uint32_t i = 0; i < batch; i++) {
             struct block *block = block_of(engine, ops[i]);
-            block->direct = block->request->transfer.file->direct;
+            nvs_file *file = block->request->transfer.file;
+            block->direct = file->direct;
+            ops[i]->memory_index =
+                memory_table_find(&engine->memory_table, ops[i]->memory, ops[i]->nbytes);
+            ops[i]->file_index = file_table_index(engine, file);
         }
         int taken = engine->backend->submit(engine->backend_state, ops, batch);
         assert(taken != 0 && taken <= (int)batch);

@@ -183,7 +183,8 @@ class AioConfig(Block):
         ge=1,
         le=64,
         description=(
-            "Threads of the posix backend, at most one a core; the others use one whatever this says."
+            "Threads of the posix backend, at most one a core; the others use one whatever this "
+            "says."
         ),
     )
 

@@ -92,8 +92,8 @@ class Engine:
         # In order of submission. Requests hold their engine, and the finalizer holds this dict: so
         # neither engine nor buffers can go while something is in flight, whoever forgets them.
         self._in_flight: dict[Request, None] = {}
-        self._finalizer = weakref.finalize(
-            self, _close_forgotten, self._handle, self._in_flight, _DRAIN_AT_EXIT_S)
+        self._registered: dict[int, torch.Tensor] = {}  # by address; held for the same reason
+        self._finalizer = self._when_forgotten(_DRAIN_AT_EXIT_S)
 
     def open(
         self,
@@ -155,6 +155,34 @@ class Engine:
         self._prune()
         return requests
 
+    def register_memory(self, memory: torch.Tensor) -> int:
+        """Pin memory for the backend, so that its transfers cost less CPU; returns how many bytes
+        from its start were pinned.
+
+        Fewer than asked for (a small `ulimit -l`), or none (a backend that has no use for it), is
+        no failure: such memory is moved like any other. Call it once the memory is populated and
+        before its first transfer. The engine holds the tensor until `unregister_memory` or `close`.
+        Blocks for some milliseconds a GiB.
+        """
+        self._require_own_process()
+        with self._lock:
+            self._require_open()
+            if not memory.nbytes:
+                return 0
+            if memory.data_ptr() in self._registered:
+                raise SwapUsageError("this memory is registered already")
+            nbytes = native.register_memory(self._handle, memory.data_ptr(), memory.nbytes)
+            self._registered[memory.data_ptr()] = memory
+            return nbytes
+
+    def unregister_memory(self, memory: torch.Tensor) -> None:
+        """Undo `register_memory`, when no transfer uses the memory any more."""
+        self._require_own_process()
+        with self._lock:
+            self._require_open()
+            if self._registered.pop(memory.data_ptr(), None) is not None:
+                native.unregister_memory(self._handle, memory.data_ptr(), memory.nbytes)
+
     def stats(self) -> EngineStats:
         """Counters since the engine was opened."""
         self._require_own_process()
@@ -187,11 +215,11 @@ class Engine:
             if native.close_engine(self._handle, timeout_s):
                 self._finalizer.detach()
                 self._in_flight.clear()
+                self._registered.clear()
                 return
             # Whoever has been told once is not made to wait again at exit.
             self._finalizer.detach()
-            self._finalizer = weakref.finalize(
-                self, _close_forgotten, self._handle, self._in_flight, 0.0)
+            self._finalizer = self._when_forgotten(0.0)
         raise SwapTimeoutError(
             f"the engine was not drained within {timeout_s} s",
             cause=f"{len(self._in_flight)} requests are not over",
@@ -213,6 +241,10 @@ class Engine:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _when_forgotten(self, timeout_s: float) -> weakref.finalize[..., Engine]:
+        return weakref.finalize(self, _close_forgotten, self._handle, self._in_flight,
+                                self._registered, timeout_s)
 
     def _prune(self) -> None:
         """Let go of requests that nobody waited for. Oldest first, and no further than the first
@@ -265,13 +297,17 @@ def _open_descriptor(path: Path, direct: DirectMode) -> tuple[int, DirectMode]:
 
 
 def _close_forgotten(
-    handle: EngineHandle, in_flight: dict[Request, None], timeout_s: float
+    handle: EngineHandle,
+    in_flight: dict[Request, None],
+    registered: dict[int, torch.Tensor],
+    timeout_s: float,
 ) -> None:
     """At exit, or when an engine with nothing in flight is collected."""
     if native.close_engine(handle, timeout_s):
         return
     # Interpreter shutdown would free the buffers, and a late transfer would land in freed memory.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(in_flight))
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(registered))
     if timeout_s > 0:
         warnings.warn(f"{len(in_flight)} transfers were not over {timeout_s} s after the end",
                       RuntimeWarning, stacklevel=2)

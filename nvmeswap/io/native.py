@@ -142,6 +142,17 @@ def submit(handle: EngineHandle, transfers: Sequence[Transfer], lane: int) -> li
     return [ffi.gc(request, lib.nvs_request_release) for request in requests]
 
 
+def register_memory(handle: EngineHandle, address: int, nbytes: int) -> int:
+    """Bytes from the start that were registered: all, some or none."""
+    memory = ffi.cast("void *", address)
+    return _check(lib.nvs_engine_register_memory(handle, memory, nbytes), "registering memory")
+
+
+def unregister_memory(handle: EngineHandle, address: int, nbytes: int) -> None:
+    memory = ffi.cast("void *", address)
+    _check(lib.nvs_engine_unregister_memory(handle, memory, nbytes), "unregistering memory")
+
+
 def engine_stats(handle: EngineHandle) -> EngineStats:
     stats = ffi.new("nvs_stats *")
     _check(lib.nvs_engine_stats(handle, stats), "reading statistics")

@@ -77,7 +77,7 @@ def probe_folder(
         warn_filesystem(folder, filesystem)
         memory_nbytes, offset_nbytes = native.probe_alignment(trial_path) or (_PAGE_NBYTES, 1)
         offset_nbytes = max(offset_nbytes, _LAYOUT_ALIGNMENT_NBYTES)
-        names = _LADDER if backend == "auto" else (backend,)
+        names: tuple[str, ...] = _LADDER if backend == "auto" else (backend,)
         refused: list[Refusal] = []
         if backend == "auto" and not _can_ask_not_to_block(trial_path):
             names = tuple(name for name in names if name not in _WITHOUT_NOWAIT)
