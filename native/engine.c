@@ -10,21 +10,6 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-static void lane_append(struct lane *lane, struct lane *more)
-{
-    if (!more->head)
-        return;
-    *(lane->head ? &lane->tail->next : &lane->head) = more->head;
-    lane->tail = more->tail;
-    *more = (struct lane){NULL, NULL};
-}
-
-static void lane_push(struct lane *lane, nvs_request *request)
-{
-    request->next = NULL;
-    lane_append(lane, &(struct lane){request, request});
-}
-
 /* Under the mailbox lock. One write is enough until the I/O thread has looked. */
 void engine_wake(nvs_engine *engine)
 {
@@ -104,6 +89,7 @@ static nvs_engine *engine_new(const nvs_options *options)
     uint32_t depth = options->queue_depth;
     engine->pid = getpid();
     engine->block_nbytes = options->block_nbytes;
+    engine->background_nbytes = options->background_nbytes;
     engine->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     pthread_mutex_init(&engine->mailbox_lock, NULL);
     engine->blocks = calloc(depth, sizeof *engine->blocks);
@@ -247,15 +233,10 @@ int nvs_engine_submit(nvs_engine *engine, const nvs_transfer *transfers, size_t 
         return NVS_ERROR_FORKED;
     if (!make_requests(transfers, transfer_count, requests))
         return -ENOMEM;
-    struct lane batch = {NULL, NULL};
-    uint64_t queued_count = 0;
-    for (size_t i = 0; i < transfer_count; i++) {
-        requests[i]->queued = transfers[i].nbytes > 0;
-        if (transfers[i].nbytes == 0)
-            continue;
-        lane_push(&batch, requests[i]);
-        queued_count++;
-    }
+    for (size_t i = 0; i < transfer_count; i++)
+        requests[i]->lane = lane;
+    struct lane batch = {NULL, NULL, 0};
+    uint64_t queued_count = lane_fill(&batch, requests, transfer_count);
     if (!post(engine, &batch, lane, queued_count)) {
         discard_requests(requests, transfer_count);
         return NVS_ERROR_CLOSED;

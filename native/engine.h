@@ -10,7 +10,11 @@
 
 #include "backend.h"
 #include "event.h"
+#include "lanes.h"
 #include "registration.h"
+
+/* Sizes of blocks, but for a request's last one, are multiples of it. */
+enum { BLOCK_MULTIPLE_NBYTES = 4096 };
 
 /* The core's own types. Who touches what:
  *   caller threads   mailbox (under its lock), references, counters
@@ -26,6 +30,8 @@ struct nvs_file {
     uint32_t memory_alignment_nbytes;
     _Atomic(struct file_table *) table; /* of the engine it is registered with, or NULL */
     int index;                          /* there; that engine's I/O thread's */
+    uint32_t tag_count;        /* requests that its device holds; 0: not known */
+    uint32_t tag_limit_nbytes; /* the largest of them */
 };
 
 struct nvs_request {
@@ -35,14 +41,10 @@ struct nvs_request {
     nvs_transfer transfer;
     nvs_result result;        /* final once finished */
     nvs_request *next;        /* in a lane */
+    int lane;
     uint64_t cut_nbytes;      /* already cut into blocks */
     uint32_t in_flight_count; /* blocks not yet judged for good */
     bool queued;              /* in a lane: more blocks are to be cut */
-};
-
-struct lane {
-    nvs_request *head;
-    nvs_request *tail;
 };
 
 /* One block in work: queue_depth of them, each with a bounce buffer once it has needed one. */
@@ -56,6 +58,7 @@ struct block {
     uint32_t length_nbytes; /* what the kernel moves: wanted, padded when bounced */
     uint32_t done_nbytes;   /* aligned progress */
     uint32_t tries;
+    uint32_t tag_count; /* of the device's, while in the backend */
     bool bounced;
     bool direct; /* how it was submitted last */
 };
@@ -71,6 +74,7 @@ struct nvs_engine {
     struct backend_options backend_options;
     void *backend_state;
     uint64_t block_nbytes;
+    uint64_t background_nbytes; /* most in flight of prefetch and writeback while demand is recent */
     pthread_t thread;
     event opened; /* the backend is open, or open_status says why not */
     int open_status;
@@ -85,6 +89,7 @@ struct nvs_engine {
     int wake_fd; /* an eventfd, readable while there is something new for the I/O thread */
 
     struct lane lanes[NVS_LANE_COUNT];
+    int64_t demand_recent_until_ns;
     struct block *blocks;       /* queue_depth of them */
     struct block **free_blocks; /* a stack */
     struct backend_op **ready;  /* a ring of blocks to submit, oldest first */
@@ -93,6 +98,7 @@ struct nvs_engine {
     uint32_t ready_head;
     uint32_t ready_count;
     uint32_t in_backend_count;
+    uint32_t tags_in_use;
     struct memory_table memory_table;
     struct file_table *file_table;
     uint32_t registered_file_count;

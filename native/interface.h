@@ -31,6 +31,7 @@ typedef struct {
     const char *backend;      /* "uring", "aio", "posix", "skeleton", or "fault" (over aio) */
     const char *fault_script; /* NULL, or the faults to inject over `backend`: see backend_fault.c */
     uint64_t block_nbytes;    /* largest single transfer: a multiple of 4096, below 2 GiB */
+    uint64_t background_nbytes; /* most in flight of prefetch and writeback while demand is recent */
     uint32_t queue_depth;     /* most blocks in the kernel at once */
     uint32_t thread_count;    /* threads of the posix backend */
 } nvs_options;

@@ -91,8 +91,8 @@ def _repeat_on_signal(call: Callable[[int], int], timeout_s: float | None) -> in
 
 
 def open_engine(
-    *, backend: str, block_nbytes: int, queue_depth: int, thread_count: int,
-    fault_script: str | None,
+    *, backend: str, block_nbytes: int, background_nbytes: int, queue_depth: int,
+    thread_count: int, fault_script: str | None,
 ) -> EngineHandle:
     """Raises SwapConfigError (errno, cause) when the backend is unknown or refused."""
     name = ffi.new("char[]", backend.encode())
@@ -101,6 +101,7 @@ def open_engine(
         "backend": name,
         "fault_script": script,
         "block_nbytes": block_nbytes,
+        "background_nbytes": background_nbytes,
         "queue_depth": queue_depth,
         "thread_count": thread_count,
     })
