@@ -32,7 +32,7 @@
 #include <string.h>
 #include <unistd.h>
 
-/* +10 to 24 % at 4 KiB against one enter for a whole queue; at 512 KiB one enter each costs 5 to 9 %. */
+/* +10 to 24 % at 4 KiB against one enter for a whole queue; at 512 KiB one each costs 5 to 9 %. */
 enum { ENTER_BATCH = 8 };
 /* Between tries while the kernel takes nothing, for want of memory for one. Arbitrary. */
 static const int64_t REFUSED_PAUSE_NS = 1000000;
@@ -229,9 +229,10 @@ static int uring_reap(void *state, struct backend_op **done, uint32_t capacity, 
     uring_arm_wake(uring);
     struct io_uring_cqe *event;
     struct __kernel_timespec timeout = {timeout_ns / 1000000000, timeout_ns % 1000000000};
-    int rc = timeout_ns == 0 ? io_uring_submit_and_get_events(&uring->ring)
-                             : io_uring_submit_and_wait_timeout(&uring->ring, &event, 1,
-                                                                timeout_ns < 0 ? NULL : &timeout, NULL);
+    struct __kernel_timespec *until = timeout_ns < 0 ? NULL : &timeout;
+    int rc = timeout_ns == 0
+                 ? io_uring_submit_and_get_events(&uring->ring)
+                 : io_uring_submit_and_wait_timeout(&uring->ring, &event, 1, until, NULL);
     uring->waiting_count = io_uring_sq_ready(&uring->ring);
     count = uring_take_events(uring, done, capacity);
     if (rc < 0 && rc != -ETIME && rc != -EINTR && count == 0 && timeout_ns != 0)

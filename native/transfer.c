@@ -127,7 +127,7 @@ static bool ends_in_a_tail(const nvs_file *file, const char *memory, uint32_t nb
            && (uintptr_t)memory % file->memory_alignment_nbytes == 0;
 }
 
-/* Where pieces of registered memory meet, blocks are cut too, unless that would misalign the next. */
+/* Where registered pieces of memory meet, blocks are cut too, unless that misaligns the next. */
 static uint32_t next_nbytes(const nvs_engine *engine, const nvs_request *request, const char *memory,
                             uint64_t most_nbytes)
 {
