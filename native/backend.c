@@ -19,7 +19,9 @@ void backend_register(const struct backend *backend)
 static const char *missing_hook(const struct backend *backend)
 {
     return !backend->open ? "open" : !backend->submit ? "submit" : !backend->reap ? "reap"
-         : !backend->close ? "close" : NULL;
+         : !backend->close ? "close"
+         : backend->register_memory && !backend->unregister_memory ? "unregister_memory"
+         : backend->register_file && !backend->unregister_file ? "unregister_file" : NULL;
 }
 
 const struct backend *backend_choose(const char *name, char *reason, size_t reason_nbytes)

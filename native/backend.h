@@ -12,7 +12,10 @@
  *
  * All hooks are called by one thread, the engine's I/O thread. */
 
-#define BACKEND_ABI 1
+#define BACKEND_ABI 2
+
+/* Most pieces of memory and files that are registered at a time. */
+enum { MEMORY_PIECE_LIMIT = 1024, FILE_TABLE_LIMIT = 64 };
 
 struct backend_op {
     /* Set by the core, read by the backend. */
@@ -22,6 +25,8 @@ struct backend_op {
     uint64_t offset_bytes;
     uint32_t nbytes; /* above 0, below 2 GiB */
     uint32_t slot;   /* below queue_depth, unique among the blocks in flight */
+    int memory_index; /* of the registered piece that holds all of the memory, or -1 */
+    int file_index;   /* of the registered file, or -1; fd is valid all the same */
     /* Set by the backend before it hands the op back from reap: bytes moved, or a negated errno. */
     int64_t result;
     /* The backend's while the op is in flight. */
@@ -46,10 +51,11 @@ struct backend {
     int (*submit)(void *state, struct backend_op **ops, uint32_t count);
     int (*reap)(void *state, struct backend_op **done, uint32_t capacity, int64_t timeout_ns);
     void (*close)(void *state);
-    /* Optional, NULL where there is nothing to gain. No backend has them yet and the core calls them
-     * nowhere; the first one that does (a ring with fixed buffers and files) brings the call. */
+    /* Optional, NULL where there is nothing to gain; a register without its unregister is refused. */
     int (*register_memory)(void *state, void *memory, uint64_t nbytes);
+    void (*unregister_memory)(void *state, int index);
     int (*register_file)(void *state, int fd);
+    void (*unregister_file)(void *state, int index);
     /* Only backend_fault.c; may be called by any thread. */
     int (*inject)(void *state, const char *fault_script);
 };

@@ -31,17 +31,20 @@ struct rule {
     uint64_t number; /* 0: every one */
     enum action action;
     uint64_t argument;
+    uint32_t generation; /* the script's; filled in when it acts */
 };
 
 struct script {
     struct rule rules[RULE_LIMIT];
     int rule_count;
     uint64_t counts[2]; /* blocks seen, by direction */
+    uint32_t generation; /* how many were injected before it */
 };
 
 struct fault_slot {
     struct backend_op *delayed; /* not yet given to the inner backend, until due_ns */
     int64_t due_ns;
+    uint32_t generation; /* of the script that delayed it */
     bool flip;
     uint32_t claimed_nbytes; /* what a shortened op says it has moved; 0: the truth */
 };
@@ -54,7 +57,6 @@ struct fault {
     struct fault_slot *slots;
     pthread_mutex_t lock; /* guards the script, which any thread may replace */
     struct script script;
-    bool release; /* another script was injected: what `never` holds may start */
 };
 
 static const int64_t NEVER_NS = INT64_MAX;
@@ -112,6 +114,7 @@ static bool match_rule(struct fault *fault, int direction, struct rule *matched)
         if ((rule->direction == ANY_DIRECTION || rule->direction == direction)
             && (rule->number == 0 || rule->number == seen)) {
             *matched = *rule;
+            matched->generation = script->generation;
             found = true;
         }
     }
@@ -188,6 +191,7 @@ static int submit_one(struct fault *fault, struct backend_op *op)
     case NEVER:
     case DELAY:
         fault->slots[op->slot].delayed = op;
+        fault->slots[op->slot].generation = rule.generation;
         fault->slots[op->slot].due_ns = rule.action == NEVER ? NEVER_NS
                                       : monotonic_ns() + (int64_t)rule.argument * 1000000;
         return 1;
@@ -219,15 +223,14 @@ static int fault_submit(void *state, struct backend_op **ops, uint32_t count)
 static int64_t start_delayed(struct fault *fault, int64_t timeout_ns)
 {
     pthread_mutex_lock(&fault->lock);
-    bool release = fault->release;
-    fault->release = false;
+    uint32_t generation = fault->script.generation;
     pthread_mutex_unlock(&fault->lock);
     int64_t now_ns = monotonic_ns();
     for (uint32_t i = 0; i < fault->queue_depth; i++) {
         struct fault_slot *slot = &fault->slots[i];
         if (!slot->delayed)
             continue;
-        if (release && slot->due_ns == NEVER_NS)
+        if (slot->generation != generation && slot->due_ns == NEVER_NS)
             slot->due_ns = now_ns;
         if (slot->due_ns <= now_ns && fault->inner->submit(fault->inner_state, &slot->delayed, 1) == 1) {
             slot->delayed = NULL;
@@ -282,11 +285,37 @@ static int fault_inject(void *state, const char *fault_script)
     int rc = parse_script(fault_script, &script);
     if (rc == 0) {
         pthread_mutex_lock(&fault->lock);
+        script.generation = fault->script.generation + 1;
         fault->script = script;
-        fault->release = true;
         pthread_mutex_unlock(&fault->lock);
     }
     return rc;
+}
+
+static int fault_register_memory(void *state, void *memory, uint64_t nbytes)
+{
+    struct fault *fault = state;
+    return fault->inner->register_memory
+               ? fault->inner->register_memory(fault->inner_state, memory, nbytes) : -EOPNOTSUPP;
+}
+
+static void fault_unregister_memory(void *state, int index)
+{
+    struct fault *fault = state;
+    fault->inner->unregister_memory(fault->inner_state, index);
+}
+
+static int fault_register_file(void *state, int fd)
+{
+    struct fault *fault = state;
+    return fault->inner->register_file ? fault->inner->register_file(fault->inner_state, fd)
+                                       : -EOPNOTSUPP;
+}
+
+static void fault_unregister_file(void *state, int index)
+{
+    struct fault *fault = state;
+    fault->inner->unregister_file(fault->inner_state, index);
 }
 
 static const struct backend fault_backend = {
@@ -296,6 +325,10 @@ static const struct backend fault_backend = {
     .submit = fault_submit,
     .reap = fault_reap,
     .close = fault_close,
+    .register_memory = fault_register_memory,
+    .unregister_memory = fault_unregister_memory,
+    .register_file = fault_register_file,
+    .unregister_file = fault_unregister_file,
     .inject = fault_inject,
 };
 

@@ -69,7 +69,11 @@ static void skeleton_close(void *state)
     free(state);
 }
 
-/* register_memory, register_file: optional; see backend.h. */
+/* register_memory, register_file: optional. Make memory, or a file, known beforehand and return the
+ * index with which ops will name it, at least 0; or a negated errno, after which it is moved
+ * unregistered. -ENOMEM: a smaller piece may do. Files are at most 64, their indices below 64.
+ * unregister_memory, unregister_file: required with the former. Nothing in flight uses it. What is
+ * still registered at close goes with it. */
 static const struct backend skeleton_backend = {
     .abi = BACKEND_ABI,
     .name = "skeleton",

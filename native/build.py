@@ -19,10 +19,16 @@ SOURCES = sorted((ROOT / "native").glob("*.c"))
 def require_headers() -> None:
     """Stop with the line that mends it rather than with the compiler's."""
     compiler = os.environ.get("CC", "cc").split()
-    probe = subprocess.run([*compiler, "-E", "-x", "c", "-"], input=b"#include <libaio.h>\n",
-                           capture_output=True, check=False)
-    if probe.returncode != 0:
-        sys.exit("nvmeswap: libaio.h is missing; install it with: apt-get install libaio-dev")
+    missing = []
+    for header, package in (("libaio.h", "libaio-dev"), ("liburing.h", "liburing-dev")):
+        probe = subprocess.run([*compiler, "-E", "-x", "c", "-"],
+                               input=f"#include <{header}>\n".encode(),
+                               capture_output=True, check=False)
+        if probe.returncode != 0:
+            missing.append((header, package))
+    if missing:
+        sys.exit(f"nvmeswap: {' and '.join(header for header, _ in missing)} not found; install: "
+                 f"apt-get install {' '.join(package for _, package in missing)}")
 
 
 def make_builder() -> FFI:
@@ -35,7 +41,7 @@ def make_builder() -> FFI:
         # setuptools wants these relative to setup.py.
         sources=[str(path.relative_to(ROOT)) for path in SOURCES],
         include_dirs=["native"],
-        libraries=["aio", "pthread"],
+        libraries=["aio", "uring", "pthread"],
         extra_compile_args=["-std=c11", "-O2", "-Wall", "-Wextra", "-Wno-unused-parameter",
                             "-fvisibility=hidden", "-UNDEBUG"],
         py_limited_api=True,

@@ -10,23 +10,8 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-static void lane_append(struct lane *lane, struct lane *more)
-{
-    if (!more->head)
-        return;
-    *(lane->head ? &lane->tail->next : &lane->head) = more->head;
-    lane->tail = more->tail;
-    *more = (struct lane){NULL, NULL};
-}
-
-static void lane_push(struct lane *lane, nvs_request *request)
-{
-    request->next = NULL;
-    lane_append(lane, &(struct lane){request, request});
-}
-
 /* Under the mailbox lock. One write is enough until the I/O thread has looked. */
-static void wake(nvs_engine *engine)
+void engine_wake(nvs_engine *engine)
 {
     if (!engine->woken)
         eventfd_write(engine->wake_fd, 1);
@@ -41,12 +26,15 @@ static bool take_mailbox(nvs_engine *engine)
     pthread_mutex_lock(&engine->mailbox_lock);
     for (int lane = 0; lane < NVS_LANE_COUNT; lane++)
         lane_append(&engine->lanes[lane], &engine->mailbox[lane]);
+    struct memory_call *memory_calls = engine->memory_calls;
+    engine->memory_calls = NULL;
     bool stopping = engine->stopping;
     eventfd_t ignored;
     if (engine->woken)
         eventfd_read(engine->wake_fd, &ignored);
     engine->woken = false;
     pthread_mutex_unlock(&engine->mailbox_lock);
+    memory_calls_serve(engine, memory_calls);
     return stopping;
 }
 
@@ -59,7 +47,9 @@ static void *engine_thread(void *argument)
     if (is_open)
         engine->free_count = engine->queue_depth = engine->backend_options.queue_depth;
     event_set(&engine->opened);
+    engine->file_limit = engine->backend->register_file ? FILE_TABLE_LIMIT : 0;
     while (is_open) {
+        file_table_sweep(engine);
         bool stopping = take_mailbox(engine);
         start_blocks(engine);
         if (stopping && engine->free_count == engine->queue_depth)
@@ -79,8 +69,11 @@ static void engine_free(nvs_engine *engine)
     if (engine->blocks)
         for (uint32_t i = 0; i < engine->queue_depth; i++)
             free(engine->blocks[i].bounce);
+    if (engine->file_table)
+        file_table_close(engine->file_table);
     if (engine->wake_fd >= 0)
         close(engine->wake_fd);
+    free(engine->memory_table.pieces);
     pthread_mutex_destroy(&engine->mailbox_lock);
     free(engine->blocks);
     free(engine->free_blocks);
@@ -96,12 +89,15 @@ static nvs_engine *engine_new(const nvs_options *options)
     uint32_t depth = options->queue_depth;
     engine->pid = getpid();
     engine->block_nbytes = options->block_nbytes;
+    engine->background_nbytes = options->background_nbytes;
     engine->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     pthread_mutex_init(&engine->mailbox_lock, NULL);
     engine->blocks = calloc(depth, sizeof *engine->blocks);
     engine->free_blocks = calloc(depth, sizeof *engine->free_blocks);
     engine->ready = calloc(depth, sizeof *engine->ready);
-    if (engine->wake_fd < 0 || !engine->blocks || !engine->free_blocks || !engine->ready) {
+    engine->file_table = file_table_new(engine->wake_fd);
+    if (engine->wake_fd < 0 || !engine->blocks || !engine->free_blocks || !engine->ready
+        || !engine->file_table) {
         engine_free(engine);
         return NULL;
     }
@@ -183,7 +179,7 @@ int nvs_engine_close(nvs_engine *engine, int64_t timeout_ns)
         return NVS_ERROR_FORKED;
     pthread_mutex_lock(&engine->mailbox_lock);
     engine->stopping = true;
-    wake(engine);
+    engine_wake(engine);
     pthread_mutex_unlock(&engine->mailbox_lock);
     int rc = event_wait(&engine->drained, timeout_ns);
     if (rc < 0)
@@ -224,7 +220,7 @@ static bool post(nvs_engine *engine, struct lane *batch, int lane, uint64_t requ
     if (accepted && batch->head) {
         count(engine, IN_FLIGHT, request_count);
         lane_append(&engine->mailbox[lane], batch);
-        wake(engine);
+        engine_wake(engine);
     }
     pthread_mutex_unlock(&engine->mailbox_lock);
     return accepted;
@@ -237,15 +233,10 @@ int nvs_engine_submit(nvs_engine *engine, const nvs_transfer *transfers, size_t 
         return NVS_ERROR_FORKED;
     if (!make_requests(transfers, transfer_count, requests))
         return -ENOMEM;
-    struct lane batch = {NULL, NULL};
-    uint64_t queued_count = 0;
-    for (size_t i = 0; i < transfer_count; i++) {
-        requests[i]->queued = transfers[i].nbytes > 0;
-        if (transfers[i].nbytes == 0)
-            continue;
-        lane_push(&batch, requests[i]);
-        queued_count++;
-    }
+    for (size_t i = 0; i < transfer_count; i++)
+        requests[i]->lane = lane;
+    struct lane batch = {NULL, NULL, 0};
+    uint64_t queued_count = lane_fill(&batch, requests, transfer_count);
     if (!post(engine, &batch, lane, queued_count)) {
         discard_requests(requests, transfer_count);
         return NVS_ERROR_CLOSED;

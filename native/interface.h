@@ -3,7 +3,7 @@
  *
  * Every call that returns an int returns 0 (or a count) or a negative code: a negated errno, or one
  * of enum nvs_error. Every call may be made from any thread; only the nvs_*_wait and
- * nvs_engine_close calls block, and only as long as their timeout says. */
+ * nvs_engine_close calls block, and only as long as their timeout says, and registering memory. */
 
 enum nvs_direction { NVS_READ = 0, NVS_WRITE = 1 };
 
@@ -28,9 +28,10 @@ typedef struct nvs_file nvs_file;
 typedef struct nvs_request nvs_request;
 
 typedef struct {
-    const char *backend;      /* "aio", "posix", "skeleton", or "fault" (over aio) */
+    const char *backend;      /* "uring", "aio", "posix", "skeleton", or "fault" (over aio) */
     const char *fault_script; /* NULL, or the faults to inject over `backend`: see backend_fault.c */
     uint64_t block_nbytes;    /* largest single transfer: a multiple of 4096, below 2 GiB */
+    uint64_t background_nbytes; /* most in flight of prefetch and writeback while demand is recent */
     uint32_t queue_depth;     /* most blocks in the kernel at once */
     uint32_t thread_count;    /* threads of the posix backend */
 } nvs_options;
@@ -62,6 +63,7 @@ typedef struct {
     uint64_t retry_count;
     uint64_t error_count;
     uint64_t in_flight_count;
+    uint64_t registered_nbytes;
 } nvs_stats;
 
 /* NULL on failure: then *status is the code, and reason says in one line what was refused. */
@@ -77,6 +79,15 @@ int nvs_engine_close(nvs_engine *engine, int64_t timeout_ns);
  * live until the request is finished. requests[i] is the caller's to release. */
 int nvs_engine_submit(nvs_engine *engine, const nvs_transfer *transfers, size_t count, int32_t lane,
                       nvs_request **requests);
+
+/* Pins memory for cheaper transfers, in pieces as large as memlock lets through. Returns how many
+ * bytes from the start were registered: fewer than asked, or none, is no failure; the rest is moved
+ * as any memory. It must stay mapped until it is unregistered or the engine is closed. Blocks while
+ * the kernel pins: some ms a GiB. */
+int64_t nvs_engine_register_memory(nvs_engine *engine, void *memory, uint64_t nbytes);
+
+/* Of all pieces within these bytes, when no transfer uses them. */
+int nvs_engine_unregister_memory(nvs_engine *engine, void *memory, uint64_t nbytes);
 
 int nvs_engine_stats(nvs_engine *engine, nvs_stats *stats);
 

@@ -4,8 +4,38 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <stdio.h>
 #include <stdlib.h>
+#include <sys/stat.h>
+#include <sys/sysmacros.h>
 #include <unistd.h>
+
+static uint32_t queue_setting(dev_t device, const char *name)
+{
+    char path[96];
+    unsigned value = 0;
+    /* A partition's queue is its disk's. */
+    for (int up = 0; up < 2 && value == 0; up++) {
+        snprintf(path, sizeof path, "/sys/dev/block/%u:%u/%squeue/%s", major(device), minor(device),
+                 up ? "../" : "", name);
+        FILE *file = fopen(path, "re");
+        if (file && fscanf(file, "%u", &value) != 1)
+            value = 0;
+        if (file)
+            fclose(file);
+    }
+    return value;
+}
+
+static void learn_tags(nvs_file *file)
+{
+    struct stat facts;
+    if (fstat(file->fd, &facts) < 0)
+        return;
+    file->tag_limit_nbytes = queue_setting(facts.st_dev, "max_sectors_kb") * 1024;
+    if (file->tag_limit_nbytes > 0)
+        file->tag_count = queue_setting(facts.st_dev, "nr_requests");
+}
 
 nvs_file *nvs_file_new(int fd, int32_t direct_mode, uint32_t offset_alignment_nbytes,
                        uint32_t memory_alignment_nbytes)
@@ -19,6 +49,7 @@ nvs_file *nvs_file_new(int fd, int32_t direct_mode, uint32_t offset_alignment_nb
     file->direct = direct_mode != NVS_DIRECT_OFF;
     file->offset_alignment_nbytes = offset_alignment_nbytes;
     file->memory_alignment_nbytes = memory_alignment_nbytes;
+    learn_tags(file);
     return file;
 }
 
@@ -40,6 +71,9 @@ void file_fall_back(nvs_file *file, int reason)
 void nvs_file_release(nvs_file *file)
 {
     if (atomic_fetch_sub(&file->references, 1) == 1) {
+        struct file_table *table = atomic_load(&file->table);
+        if (table)
+            file_table_leave(table, file->index);
         close(file->fd);
         free(file);
     }

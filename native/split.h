@@ -6,12 +6,12 @@
 /* Arithmetic of blocks: no I/O, no state.
  *
  * Example: a direct read of 2_500_000 bytes, blocks of 1 MiB, alignment 4096.
- *   blocks      1_048_576 + 1_048_576 + 402_848
- *   last block  402_848 is no multiple of 4096: 405_504 bytes are read into a bounce buffer, of which
- *               402_848 are copied out
+ *   blocks      1_048_576 + 1_048_576 + 402_848, memory aligned
+ *   last block  402_848 is no multiple of 4096: 401_408 are read in place, and the tail as a block of
+ *               its own: 4096 bytes into a bounce buffer, of which 1440 are copied out
  *   short       the first block comes back with 10_000 of 1_048_576 bytes: progress counts down to
  *               8192, so the next try starts there and asks for 1_040_384
- *   end         the last block comes back with 403_000 of 405_504: the wanted 402_848 are in, done
+ *   end         the tail comes back with 1500 of 4096, as the file ends there: the wanted 1440 are in
  *   stuck       a try that moves 1000 bytes ends where it began, and would for ever: an error */
 
 uint64_t round_down(uint64_t nbytes, uint64_t alignment_nbytes);

@@ -20,6 +20,8 @@ enum { SUBMIT_BATCH = 8 };
 enum { REAP_BATCH = 8 };
 /* Tries of one block without progress. Arbitrary; with the pause between tries at least 0.1 s when nothing else completes. */
 enum { TRY_LIMIT = 100 };
+/* Up to here copying a block costs no more than a block of its own for the tail (about 7 us). */
+enum { TAIL_CUT_NBYTES = 65536 };
 static const int64_t PAUSE_NS = 1000000;
 static const size_t BOUNCE_ALIGNMENT_NBYTES = 4096;
 
@@ -33,19 +35,6 @@ static void settle_request(nvs_engine *engine, nvs_request *request)
     request_finish(request);
 }
 
-static void lane_remove(struct lane *lane, nvs_request *request)
-{
-    nvs_request *previous = NULL;
-    nvs_request *at = lane->head;
-    for (; at && at != request; at = at->next)
-        previous = at;
-    if (!at)
-        return;
-    *(previous ? &previous->next : &lane->head) = request->next;
-    if (lane->tail == request)
-        lane->tail = previous;
-}
-
 /* The first failure is the request's; what was not yet cut of it is dropped. */
 static void fail_request(nvs_engine *engine, struct block *block, int status)
 {
@@ -56,8 +45,7 @@ static void fail_request(nvs_engine *engine, struct block *block, int status)
     request->result.tries = block->tries;
     request->result.error_offset_bytes = block->offset_bytes + block->done_nbytes;
     if (request->queued) {
-        for (int lane = 0; lane < NVS_LANE_COUNT; lane++)
-            lane_remove(&engine->lanes[lane], request);
+        lane_remove(&engine->lanes[request->lane], request);
         request->queued = false;
     }
 }
@@ -67,6 +55,9 @@ static void retire_block(nvs_engine *engine, struct block *block)
     nvs_request *request = block->request;
     engine->free_blocks[engine->free_count++] = block;
     request->in_flight_count--;
+    engine->lanes[request->lane].in_flight_nbytes -= block->wanted_nbytes;
+    if (request->lane == NVS_DEMAND)
+        lane_note_demand(engine);
     settle_request(engine, request);
 }
 
@@ -129,7 +120,27 @@ static bool set_up_bounce(nvs_engine *engine, struct block *block)
     return true;
 }
 
-static void cut_block(nvs_engine *engine, struct lane *lane)
+/* Of a long last block of odd length only the tail is worth a copy: the rest goes in place. */
+static bool ends_in_a_tail(const nvs_file *file, const char *memory, uint32_t nbytes)
+{
+    return file->direct && nbytes > TAIL_CUT_NBYTES && nbytes % file->offset_alignment_nbytes != 0
+           && (uintptr_t)memory % file->memory_alignment_nbytes == 0;
+}
+
+/* Where registered pieces of memory meet, blocks are cut too, unless that misaligns the next. */
+static uint32_t next_nbytes(const nvs_engine *engine, const nvs_request *request, const char *memory,
+                            uint64_t most_nbytes)
+{
+    uint32_t nbytes =
+        split_next_nbytes(request->transfer.nbytes, request->cut_nbytes, most_nbytes);
+    uint32_t alignment_nbytes = request->transfer.file->offset_alignment_nbytes;
+    if (ends_in_a_tail(request->transfer.file, memory, nbytes))
+        nbytes = (uint32_t)round_down(nbytes, alignment_nbytes);
+    uint32_t span_nbytes = (uint32_t)memory_table_span(&engine->memory_table, memory, nbytes);
+    return span_nbytes % alignment_nbytes == 0 ? span_nbytes : nbytes;
+}
+
+static void cut_block(nvs_engine *engine, struct lane *lane, uint64_t most_nbytes)
 {
     nvs_request *request = lane->head;
     const nvs_transfer *transfer = &request->transfer;
@@ -137,11 +148,14 @@ static void cut_block(nvs_engine *engine, struct lane *lane)
     block->request = request;
     block->memory = (char *)transfer->memory + request->cut_nbytes;
     block->offset_bytes = transfer->offset_bytes + request->cut_nbytes;
-    block->wanted_nbytes = split_next_nbytes(transfer->nbytes, request->cut_nbytes, engine->block_nbytes);
+    block->wanted_nbytes = next_nbytes(engine, request, block->memory, most_nbytes);
     block->done_nbytes = 0;
     block->tries = 0;
     request->cut_nbytes += block->wanted_nbytes;
     request->in_flight_count++;
+    lane->in_flight_nbytes += block->wanted_nbytes;
+    if (request->lane == NVS_DEMAND)
+        lane_note_demand(engine);
     if (request->cut_nbytes == transfer->nbytes) {
         lane_remove(lane, request);
         request->queued = false;
@@ -151,15 +165,6 @@ static void cut_block(nvs_engine *engine, struct lane *lane)
         make_ready(engine, block);
     else
         fail_block(engine, block, -ENOMEM);
-}
-
-/* The most urgent lane that has something to cut, or NULL. */
-static struct lane *next_lane(nvs_engine *engine)
-{
-    for (int lane = 0; lane < NVS_LANE_COUNT; lane++)
-        if (engine->lanes[lane].head)
-            return &engine->lanes[lane];
-    return NULL;
 }
 
 static struct block *block_of(nvs_engine *engine, const struct backend_op *op)
@@ -201,24 +206,58 @@ static void refuse_batch(nvs_engine *engine, int rc)
     fail_block(engine, pop_ready(engine), rc);
 }
 
-static void submit_ready(nvs_engine *engine)
+/* Past its tags the device's queue makes the submitting call wait, io_uring's too, and no demand
+ * could be served meanwhile. Of the batch, how many blocks there are tags for. */
+static uint32_t tagged_count(nvs_engine *engine, struct backend_op **ops, uint32_t batch)
+{
+    uint32_t in_use = engine->tags_in_use;
+    uint32_t tagged = 0;
+    for (; tagged < batch; tagged++) {
+        struct block *block = block_of(engine, ops[tagged]);
+        const nvs_file *file = block->request->transfer.file;
+        block->tag_count = 0;
+        if (file->tag_count == 0)
+            continue;
+        block->tag_count = (block->op.nbytes + file->tag_limit_nbytes - 1) / file->tag_limit_nbytes;
+        bool alone = engine->in_backend_count + tagged == 0;
+        if (in_use + block->tag_count > file->tag_count && !alone)
+            break;
+        in_use += block->tag_count;
+    }
+    return tagged;
+}
+
+static void prepare_op(nvs_engine *engine, struct backend_op *op)
+{
+    struct block *block = block_of(engine, op);
+    nvs_file *file = block->request->transfer.file;
+    block->direct = file->direct;
+    op->memory_index = memory_table_find(&engine->memory_table, op->memory, op->nbytes);
+    op->file_index = file_table_index(engine, file);
+}
+
+/* False when the backend, or the device behind it, takes no more for now. */
+static bool submit_ready(nvs_engine *engine)
 {
     while (engine->ready_count > 0 && !engine->paused) {
-        uint32_t batch = batch_count(engine);
         struct backend_op **ops = &engine->ready[engine->ready_head];
-        for (uint32_t i = 0; i < batch; i++) {
-            struct block *block = block_of(engine, ops[i]);
-            block->direct = block->request->transfer.file->direct;
-        }
+        uint32_t batch = tagged_count(engine, ops, batch_count(engine));
+        if (batch == 0)
+            return false;
+        for (uint32_t i = 0; i < batch; i++)
+            prepare_op(engine, ops[i]);
         int taken = engine->backend->submit(engine->backend_state, ops, batch);
         assert(taken != 0 && taken <= (int)batch);
         if (taken < 0)
             refuse_batch(engine, taken);
         for (int i = 0; i < taken; i++) {
-            pop_ready(engine)->tries++;
+            struct block *block = pop_ready(engine);
+            block->tries++;
+            engine->tags_in_use += block->tag_count;
             engine->in_backend_count++;
         }
     }
+    return !engine->paused;
 }
 
 /* Batch by batch, so that copying into bounce buffers overlaps with the disk's work. */
@@ -226,11 +265,12 @@ void start_blocks(nvs_engine *engine)
 {
     struct lane *lane;
     do {
+        uint64_t most_nbytes;
+        lane = NULL;
         while (engine->ready_count < SUBMIT_BATCH && engine->free_count > 0
-               && (lane = next_lane(engine)))
-            cut_block(engine, lane);
-        submit_ready(engine);
-    } while (engine->free_count > 0 && next_lane(engine) && !engine->paused);
+               && (lane = lane_choose(engine, &most_nbytes)))
+            cut_block(engine, lane, most_nbytes);
+    } while (submit_ready(engine) && lane && engine->free_count > 0);
 }
 
 static void count_moved(nvs_engine *engine, const struct block *block)
@@ -298,12 +338,14 @@ static void judge_block(nvs_engine *engine, struct block *block)
 
 void reap_complete(nvs_engine *engine)
 {
-    int64_t timeout_ns = engine->ready_count > 0 ? PAUSE_NS : -1;
+    int64_t timeout_ns = engine->paused && engine->ready_count > 0 ? PAUSE_NS : -1;
     engine->paused = false;
     struct backend_op *complete[REAP_BATCH];
     int taken = engine->backend->reap(engine->backend_state, complete, REAP_BATCH, timeout_ns);
     for (int i = 0; i < taken; i++) {
+        struct block *block = block_of(engine, complete[i]);
         engine->in_backend_count--;
-        judge_block(engine, block_of(engine, complete[i]));
+        engine->tags_in_use -= block->tag_count;
+        judge_block(engine, block);
     }
 }

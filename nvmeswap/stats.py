@@ -9,7 +9,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """One engine since it was opened. Byte counts are bytes moved by the kernel, padding
-    included."""
+    included; `registered_nbytes` is memory pinned for it now."""
 
     read_direct_nbytes: int
     read_buffered_nbytes: int
@@ -21,6 +21,7 @@ class EngineStats:
     retry_count: int
     error_count: int
     in_flight_count: int
+    registered_nbytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,7 +183,8 @@ class AioConfig(Block):
         ge=1,
         le=64,
         description=(
-            "Threads of the posix backend, at most one a core; aio uses one whatever this says."
+            "Threads of the posix backend, at most one a core; the others use one whatever this "
+            "says."
         ),
     )
 
@@ -233,10 +234,10 @@ class SwapBlock(Block):
 
     backend: str = Field(
         default="auto",
-        pattern="^(auto|aio|posix)$",
+        pattern="^(auto|uring|aio|posix)$",
         description=(
-            "How bytes reach the drive. auto tries aio, then posix, by a real transfer in "
-            "the folder."
+            "How bytes reach the drive. auto tries io_uring, Linux AIO and threads, in this order, "
+            "by a real transfer in the folder."
         ),
     )
     direct: str = Field(

@@ -91,8 +91,8 @@ def _repeat_on_signal(call: Callable[[int], int], timeout_s: float | None) -> in
 
 
 def open_engine(
-    *, backend: str, block_nbytes: int, queue_depth: int, thread_count: int,
-    fault_script: str | None,
+    *, backend: str, block_nbytes: int, background_nbytes: int, queue_depth: int,
+    thread_count: int, fault_script: str | None,
 ) -> EngineHandle:
     """Raises SwapConfigError (errno, cause) when the backend is unknown or refused."""
     name = ffi.new("char[]", backend.encode())
@@ -101,6 +101,7 @@ def open_engine(
         "backend": name,
         "fault_script": script,
         "block_nbytes": block_nbytes,
+        "background_nbytes": background_nbytes,
         "queue_depth": queue_depth,
         "thread_count": thread_count,
     })
@@ -140,6 +141,17 @@ def submit(handle: EngineHandle, transfers: Sequence[Transfer], lane: int) -> li
         entry.direction = transfer.direction
     _check(lib.nvs_engine_submit(handle, table, count, lane, requests), "submitting transfers")
     return [ffi.gc(request, lib.nvs_request_release) for request in requests]
+
+
+def register_memory(handle: EngineHandle, address: int, nbytes: int) -> int:
+    """Bytes from the start that were registered: all, some or none."""
+    memory = ffi.cast("void *", address)
+    return _check(lib.nvs_engine_register_memory(handle, memory, nbytes), "registering memory")
+
+
+def unregister_memory(handle: EngineHandle, address: int, nbytes: int) -> None:
+    memory = ffi.cast("void *", address)
+    _check(lib.nvs_engine_unregister_memory(handle, memory, nbytes), "unregistering memory")
 
 
 def engine_stats(handle: EngineHandle) -> EngineStats:

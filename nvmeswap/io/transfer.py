@@ -24,8 +24,8 @@ class Direction(enum.IntEnum):
 
 
 class Lane(enum.IntEnum):
-    """How urgent a transfer is; a lane is served when those above it have nothing to submit.
-    Values as in native/interface.h."""
+    """How urgent a transfer is. Demand goes first; prefetch and writeback share what it leaves, and
+    always get on. Within a lane the order is the engine's. Values as in native/interface.h."""
 
     DEMAND = 0
     PREFETCH = 1

@@ -124,6 +124,8 @@ class SwapSpace:
         total_nbytes = sum(request.nbytes for request in requests.values())
         if total_nbytes:
             self.arena = Arena(total_nbytes, pin_memory=pin_memory)
+            if self.engine is not None and pin_memory:  # registering locks the pages too
+                self.engine.register_memory(self.arena.memory)
         begin = 0
         for name, request in requests.items():
             if not request.nbytes:
@@ -135,7 +137,10 @@ class SwapSpace:
             begin += request.nbytes
 
     def close(self) -> None:
-        """Wait for transfers in flight, remove the folder, give the memory back. Idempotent."""
+        """Wait for transfers in flight, remove the folder, give the memory back. Idempotent.
+
+        The engine goes before the arena: it holds the arena's pages, and closing it lets go.
+        """
         store, self.store = self.store, None
         engine, self.engine = self.engine, None
         arena, self.arena = self.arena, None

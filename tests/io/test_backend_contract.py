@@ -20,7 +20,7 @@ from nvmeswap.io import Direction, DirectMode, Engine, File, Lane, Transfer
 POISON, GUARD = 0xAA, 0x5C
 GUARD_NBYTES = 4096
 ODD_SIZES = (0, 1, 3, 511, 512, 513, 4095, 4096, 4097, (1 << 20) + 1, 3 * (1 << 20) - 7)
-BACKENDS = ("aio", "posix", "skeleton", "fault")
+BACKENDS = ("uring", "aio", "posix", "skeleton", "fault")
 
 MakeBytes = Callable[..., torch.Tensor]
 

@@ -21,7 +21,8 @@ def test_threads_under_faults_leave_no_trace_in_the_sanitizers(
     sources = [str(path) for path in (*sorted(NATIVE.glob("*.c")), STRESS)]
     program = tmp_path / "native_stress"
     flags = ["-std=c11", "-g", "-O1", "-Wall", "-Wextra", "-Werror", "-fno-sanitize-recover=all"]
-    subprocess.run([compiler, *flags, f"-fsanitize={sanitizer}", *sources, "-laio", "-lpthread",
+    libraries = ["-laio", "-luring", "-lpthread"]
+    subprocess.run([compiler, *flags, f"-fsanitize={sanitizer}", *sources, *libraries,
                     "-o", str(program)], check=True)
     # The thread sanitizer of older compilers can't live with much address randomisation.
     command = ["setarch", "-R", str(program), str(tmp_path / "stress.swp")]

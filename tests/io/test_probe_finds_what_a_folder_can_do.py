@@ -7,6 +7,7 @@ import functools
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -24,14 +25,14 @@ def with_faults(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     monkeypatch.setattr(probe, "Engine", functools.partial(Engine, fault_script=script))
 
 
-@pytest.mark.parametrize("backend", ("auto", "aio", "posix", "skeleton"))
+@pytest.mark.parametrize("backend", ("auto", "uring", "aio", "posix", "skeleton"))
 def test_prober_of_a_good_folder_learns_its_mode_and_finds_it_clean(
     tmp_path: Path, backend: str
 ) -> None:
     """Else the store opens files with alignments that the drive refuses.  field case A14"""
     found = probe_folder(tmp_path, backend=backend)
     assert found.folder == tmp_path
-    assert found.backend == ("aio" if backend == "auto" else backend)
+    assert found.backend == ("uring" if backend == "auto" else backend)
     assert found.offset_alignment_nbytes >= 4096
     assert 4096 % found.memory_alignment_nbytes == 0
     assert found.refused == ()
@@ -51,7 +52,7 @@ def test_prober_where_the_first_transfer_is_refused_falls_back_with_one_warning(
     with pytest.warns(BufferedFallbackWarning) as told:
         found = probe_folder(tmp_path)
         assert probe_folder(tmp_path) == found
-    assert (found.direct, found.backend) == (False, "aio")
+    assert (found.direct, found.backend) == (False, "uring")
     assert len([one for one in told if one.category is BufferedFallbackWarning]) == 1
     text = str(told[0].message)
     assert str(tmp_path) in text
@@ -64,19 +65,81 @@ def test_prober_where_the_first_transfer_is_refused_falls_back_with_one_warning(
 
 
 @pytest.mark.parametrize("fault", ("write 1 errno 38", "read 1 flip"))
+@pytest.mark.parametrize(("broken", "chosen"), ((("uring",), "aio"), (("uring", "aio"), "posix")))
 def test_prober_where_a_backend_fails_or_lies_climbs_down_and_keeps_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, broken: tuple[str, ...],
+    chosen: str,
 ) -> None:
     """Else a container without AIO has no swap, or nobody knows why it is slow."""
 
     def engine(*, backend: str, **options: int) -> Engine:
-        return Engine(backend=backend, fault_script=fault if backend == "aio" else None, **options)
+        return Engine(backend=backend, fault_script=fault if backend in broken else None, **options)
 
     monkeypatch.setattr(probe, "Engine", engine)
     found = probe_folder(tmp_path)
-    assert (found.backend, found.direct) == ("posix", True)
-    assert [refusal.backend for refusal in found.refused] == ["aio"]
-    assert found.refused[0].reason
+    assert (found.backend, found.direct) == (chosen, True)
+    assert tuple(refusal.backend for refusal in found.refused) == broken
+    assert all(refusal.reason for refusal in found.refused)
+
+
+# Loads a seccomp filter that answers errno argv[2] to io_uring_setup (425), as Docker's profile
+# does: load the number; if equal go on, else skip one; return errno; return allow.
+SECCOMP_PROGRAM = """
+import ctypes, struct, sys
+from pathlib import Path
+from nvmeswap.io import probe_folder
+code = int(sys.argv[2])
+lines = [(0x20, 0, 0, 0), (0x15, 0, 1, 425), (0x06, 0, 0, 0x50000 | code), (0x06, 0, 0, 0x7fff0000)]
+steps = b"".join(struct.pack("HBBI", *line) for line in lines)
+steps = ctypes.create_string_buffer(steps)
+program = struct.pack("HxxxxxxQ", len(lines), ctypes.addressof(steps))
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
+assert libc.prctl(22, 2, program, 0, 0) == 0  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+found = probe_folder(Path(sys.argv[1]))
+print(found.backend, found.refused)
+"""
+
+
+@pytest.mark.parametrize(("code", "word"), ((errno.EPERM, "io_uring_disabled"),
+                                            (errno.ENOSYS, "seccomp")))
+def test_prober_in_a_container_that_forbids_io_uring_learns_who_does(
+    tmp_path: Path, code: int, word: str
+) -> None:
+    """Else "Operation not permitted" sends the user after file permissions."""
+    done = subprocess.run([sys.executable, "-c", SECCOMP_PROGRAM, str(tmp_path), str(code)],
+                          text=True, capture_output=True, timeout=60, check=False,
+                          cwd=Path(__file__).parents[2])
+    assert done.stdout.startswith("aio (Refusal(backend='uring'"), done.stdout + done.stderr
+    assert word in done.stdout
+    assert "seccomp" in done.stdout
+    assert errno.errorcode[code] in done.stdout
+
+
+def test_prober_where_nothing_can_be_asked_not_to_block_takes_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each io_uring transfer on tmpfs takes a detour through a kernel worker."""
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(os, "preadv", refuse)
+    found = probe_folder(tmp_path)
+    assert found.backend == "posix"
+    assert [refusal.backend for refusal in found.refused] == ["uring", "aio"]
+    assert all("RWF_NOWAIT" in refusal.reason for refusal in found.refused)
+    assert probe_folder(tmp_path, backend="uring").backend == "uring"
+
+
+@pytest.mark.skipif(
+    not Path("/dev/shm").is_dir() or filesystems.filesystem_type(Path("/dev/shm")) != "tmpfs",
+    reason="needs a tmpfs",
+)
+def test_prober_of_a_tmpfs_takes_threads() -> None:
+    """Else the check above asks a question that no filesystem answers."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="nvmeswap-test-") as folder:
+        assert probe_folder(Path(folder)).backend == "posix"
 
 
 def test_prober_of_an_unknown_backend_learns_which_exist(tmp_path: Path) -> None:
