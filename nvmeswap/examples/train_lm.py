@@ -20,6 +20,7 @@ from typing import IO, Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import nvmeswap.zero3
@@ -184,7 +185,7 @@ def ranks(options: Options) -> Iterator[DeviceMesh]:
     if "RANK" in os.environ:
         dist.init_process_group(backend)
     else:
-        dist.init_process_group(backend, "tcp://127.0.0.1:0", rank=0, world_size=1)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     try:
         yield init_device_mesh(options.device, (dist.get_world_size(),))
         dist.barrier()

@@ -180,6 +180,11 @@ class SwappedAdamW(Optimizer):
         }
         if self._step is None:
             self._step = self._begin_step(swapper, gradients)
+        elif self._step.counts.keys() - gradients.keys():
+            raise SwapUsageError(
+                "gradients were forgotten in the middle of a step that failed",
+                fix="go back to a checkpoint; next time call step() again first",
+            )
         error = None
         if not self._step.walked:
             try:

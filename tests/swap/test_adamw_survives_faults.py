@@ -86,6 +86,23 @@ def test_step_after_a_fault_can_be_taken_again_and_is_exact(
     assert all(map(torch.equal, ours, expected))
 
 
+def test_gradients_forgotten_in_the_middle_of_a_step_are_missed(
+    bench: Bench, parameters: MakeParameters
+) -> None:
+    """Half of the parameters would have been updated, and the rest never."""
+    ours = parameters(SIZES, dtype=torch.bfloat16)
+    swapped = bench.adamw(ours, buffer_count=1)
+    set_gradients(ours, 0)
+    bench.engine.inject("read 3 errno 5")
+    with pytest.raises(SwapReadError):
+        swapped.step()
+    assert swapped.step_is_unfinished
+    for parameter in ours:
+        parameter.grad = None  # as model.zero_grad() does
+    with pytest.raises(SwapUsageError, match="forgotten"):
+        swapped.step()
+
+
 def test_step_when_the_disk_never_answers_times_out_and_loses_nothing(
     tmp_path: Path, parameters: MakeParameters
 ) -> None:
