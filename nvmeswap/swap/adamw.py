@@ -11,11 +11,11 @@ import torch
 from torch.optim import Optimizer
 
 from nvmeswap.config import DEFAULT_SUB_GROUP_NUMEL, AioConfig, SwapBlock, check_folder
-from nvmeswap.errors import SwapConfigError, SwapError, SwapManifestError, SwapUsageError
+from nvmeswap.errors import SwapError, SwapManifestError, SwapUsageError
 from nvmeswap.stats import OptimizerStats
 from nvmeswap.swap.home import ParameterHome, ResidentHome
 from nvmeswap.swap.optimizer import PipelinedOptimizerSwapper, SubGroup
-from nvmeswap.swap.pieces import AdamWOptions, adamw_update
+from nvmeswap.swap.pieces import AdamWOptions, adamw_update, check_options
 from nvmeswap.swap.space import Placement, PoolRequest, SwapSpace, new_run_name
 from nvmeswap.swap.sub_group import MASTER, Segment, SubGroupLayout
 
@@ -123,7 +123,7 @@ class SwappedAdamW(Optimizer):
         maximize: bool,
         home: ParameterHome,
     ) -> None:
-        _check_options(lr, betas, eps, weight_decay)
+        check_options(lr, betas, eps, weight_decay)
         self._home = home
         self._space = None
         self._swapper: PipelinedOptimizerSwapper | None = None
@@ -223,7 +223,7 @@ class SwappedAdamW(Optimizer):
             self.state[self._by_key[key]]["step"] = torch.tensor(float(count))
         # The groups are looked up anew: load_state_dict replaces them, users change them.
         options = {
-            self._home.key_of(parameter): _options(group)
+            self._home.key_of(parameter): AdamWOptions.of(group)
             for group in self.param_groups
             for parameter in group["params"]
             if parameter in self._parameters
@@ -411,40 +411,3 @@ class SwappedAdamW(Optimizer):
             for parameter in group["params"]
             if parameter.requires_grad
         ]
-
-
-def _check_options(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-    """The limits of torch.optim.AdamW."""
-    try:
-        beta1, beta2 = betas
-        right = {
-            "lr": float(lr) >= 0,
-            "betas": 0 <= beta1 < 1 and 0 <= beta2 < 1,
-            "eps": float(eps) >= 0,
-            "weight_decay": float(weight_decay) >= 0,
-        }
-    except (TypeError, ValueError) as error:
-        raise SwapConfigError(
-            f"an option of AdamW is no number: {error}",
-            key="optimizer.params",
-            fix="give numbers, betas as a pair",
-        ) from None
-    for name, is_right in right.items():
-        if not is_right:
-            raise SwapConfigError(
-                f"AdamW option {name} is out of its range",
-                key=f"optimizer.params.{name}",
-                fix="lr, eps and weight_decay are at least 0, betas in [0, 1)",
-            )
-
-
-def _options(group: dict[str, Any]) -> AdamWOptions:
-    beta1, beta2 = group["betas"]
-    return AdamWOptions(
-        lr=float(group["lr"]),
-        beta1=float(beta1),
-        beta2=float(beta2),
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
-        maximize=bool(group["maximize"]),
-    )

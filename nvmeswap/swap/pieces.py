@@ -8,9 +8,13 @@ over the whole tensor (its vector loop and its remainder loop round differently)
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from nvmeswap.errors import SwapConfigError
 
 PIECE_NUMEL = 1 << 17  # 512 KiB of fp32 for each of four tensors: fits a core's second-level cache
 
@@ -25,6 +29,44 @@ class AdamWOptions:
     eps: float
     weight_decay: float
     maximize: bool
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> AdamWOptions:
+        """The options of one of an optimizer's `param_groups`."""
+        beta1, beta2 = group["betas"]
+        return cls(
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            maximize=bool(group["maximize"]),
+        )
+
+
+def check_options(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    """Raise SwapConfigError for options outside the limits of torch.optim.AdamW."""
+    try:
+        beta1, beta2 = betas
+        right = {
+            "lr": float(lr) >= 0,
+            "betas": 0 <= beta1 < 1 and 0 <= beta2 < 1,
+            "eps": float(eps) >= 0,
+            "weight_decay": float(weight_decay) >= 0,
+        }
+    except (TypeError, ValueError) as error:
+        raise SwapConfigError(
+            f"an option of AdamW is no number: {error}",
+            key="optimizer.params",
+            fix="give numbers, betas as a pair",
+        ) from None
+    for name, is_right in right.items():
+        if not is_right:
+            raise SwapConfigError(
+                f"AdamW option {name} is out of its range",
+                key=f"optimizer.params.{name}",
+                fix="lr, eps and weight_decay are at least 0, betas in [0, 1)",
+            )
 
 
 @torch.no_grad()
