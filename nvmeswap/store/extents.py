@@ -43,7 +43,7 @@ class ExtentAllocator:
         return self._end_bytes
 
     def allocate(self, nbytes: int) -> Extent:
-        """An extent that overlaps no other. An empty one takes no space, at the file's beginning."""
+        """An extent that overlaps no other. An empty one takes no space."""
         if nbytes == 0:
             return Extent(0, 0, 0)
         own_nbytes = padded_nbytes(nbytes, self._alignment_nbytes)
