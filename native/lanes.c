@@ -3,10 +3,9 @@
  * Facts (docs/design.md has the figures). What is in the kernel is not overtaken, so a demand read
  * waits for all of it: behind 32 MiB of background it takes 22 to 25 times its time, behind 4 MiB 2.2
  * to 2.7 times. But 4 MiB in flight cost a pure stream of writes 8 to 14 % of its speed, while reads
- * and writes side by side run as fast with 2 MiB as with 16. So the limit
- * holds for a second after each demand: a demand that comes after a quiet second waits for a full
- * queue, some 10 ms, once; that is 1 % of the time at most, and a run whose reads are all foreseen
- * pays nothing. */
+ * and writes side by side run as fast with 2 MiB as with 16. So the limit holds for a second after
+ * each demand: a demand that comes after a quiet second waits for a full queue, some 10 ms, once;
+ * that is 1 % of the time at most, and a run whose reads are all foreseen pays nothing. */
 #include "engine.h"
 #include "split.h"
 
