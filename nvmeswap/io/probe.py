@@ -25,7 +25,8 @@ from nvmeswap.io.transfer import DirectMode
 _LAYOUT_ALIGNMENT_NBYTES = 4096
 # What is assumed of memory where statx doesn't say: a page satisfies every filesystem.
 _PAGE_NBYTES = 4096
-_TRIAL_NBYTES = 1 << 16
+# So little that torch takes no threads for it: a forked child would wait for its parent's for ever.
+_TRIAL_NBYTES = 1 << 14
 _TRIAL_PREFIX = ".nvmeswap-probe-"
 # Best first. At 512 KiB and above all are as fast; they differ in CPU, where uring's registered
 # memory and files are worth a quarter to a third of aio's, and threads cost two to three times it.
@@ -106,7 +107,7 @@ def _try_backend(
 ) -> bool:
     """Whether it was direct to the end. Raises SwapConfigError or SwapIOError if it failed."""
     nbytes = max(_TRIAL_NBYTES, offset_nbytes)
-    memory = torch.zeros(3 * nbytes, dtype=torch.uint8)
+    memory = torch.empty(3 * nbytes, dtype=torch.uint8)
     start = padded_nbytes(memory.data_ptr(), nbytes) - memory.data_ptr()
     written, came_back = memory[start:].narrow(0, 0, 2 * nbytes).split(nbytes)
     written.copy_(torch.arange(nbytes) % 251)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import functools
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from nvmeswap.errors import SwapPathError
 from nvmeswap.io import BufferedFallbackWarning, DirectMode, Engine, FilesystemWarning, probe
@@ -114,6 +116,20 @@ def test_prober_in_a_container_that_forbids_io_uring_learns_who_does(
     assert word in done.stdout
     assert "seccomp" in done.stdout
     assert errno.errorcode[code] in done.stdout
+
+
+def test_prober_in_a_forked_child_of_a_computing_parent_ends(tmp_path: Path) -> None:
+    """Else a forked rank waits for ever for torch's threads, which stayed with the parent."""
+    values = torch.arange(1 << 20)
+    assert int((values % 3).sum()) > 0  # with threads
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)  # ends a child that hangs
+        try:
+            os._exit(0 if probe_folder(tmp_path).backend else 1)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_prober_where_nothing_can_be_asked_not_to_block_takes_threads(
