@@ -131,14 +131,13 @@ int io_getevents(void *context, long least, long most, void *events, void *timeo
 
 @needs_compiler
 def test_engine_runs_over_a_libaio_that_has_the_four_oldest_calls_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """io_pgetevents came with libaio 0.3.112; EL9 has an older one.  field case J02"""
     (tmp_path / "old.c").write_text(OLD_LIBAIO)
     library = tmp_path / "libaio.so.1"
     subprocess.run(["cc", "-shared", "-fPIC", "-Wl,-soname,libaio.so.1", "-o", str(library),
                     str(tmp_path / "old.c")], check=True)
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
     told = run_program(
         "path = folder / 'a.swp'\n"
         "path.write_bytes(bytes(65536))\n"
@@ -150,7 +149,7 @@ def test_engine_runs_over_a_libaio_that_has_the_four_oldest_calls_only(
         "    engine.read(file, 0, copy).wait()\n"
         "assert torch.equal(source, copy)\n"
         "print([line.split()[-1] for line in open('/proc/self/maps') if 'libaio' in line][0])\n",
-        tmp_path,
+        tmp_path, environment={"LD_LIBRARY_PATH": str(tmp_path)},
     )
     assert told.strip() == str(library)
 

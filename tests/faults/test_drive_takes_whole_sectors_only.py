@@ -133,7 +133,7 @@ def test_every_transfer_handed_to_the_kernel_is_aligned_in_address_length_and_of
         "            copy = torch.full((nbytes + 7,), 7, dtype=torch.uint8)[7:]\n"
         "            engine.read(file, 8192, copy).wait()\n"
         "            assert torch.equal(copy, source)\n",
-        tmp_path, preload=build_preload(tmp_path, RECORDER),
+        tmp_path, environment={"LD_PRELOAD": str(build_preload(tmp_path, RECORDER))},
     )
     assert told.splitlines()[-1] == "1 0"
 

@@ -79,11 +79,9 @@ with Engine(backend="aio", queue_depth=int(os.environ["DEPTH"])) as engine:
 """
 
 
-@pytest.fixture
-def aio_in_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The library; MODE and DEPTH are the test's to set."""
-    monkeypatch.setenv("DEPTH", "32")
-    return build_preload(tmp_path, PARTIAL_AIO)
+def aio_in_mode(folder: Path, mode: str, depth: int = 32) -> dict[str, str]:
+    library = build_preload(folder, PARTIAL_AIO)
+    return {"LD_PRELOAD": str(library), "MODE": mode, "DEPTH": str(depth)}
 
 
 def counts_in(told: str) -> dict[str, int]:
@@ -94,28 +92,24 @@ def counts_in(told: str) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("mode", "depth"),
     (
-        ("three, then busy", "32"),  # field case H04: wrong: the rest of the batch is dropped
-        ("full until reaped", "4"),  # field case H05: wrong: trying again without reaping
-        ("interrupted", "32"),  # field case H06: wrong: waiting for more events than are left
+        ("three, then busy", 32),  # field case H04: wrong: the rest of the batch is dropped
+        ("full until reaped", 4),  # field case H05: wrong: trying again without reaping
+        ("interrupted", 32),  # field case H06: wrong: waiting for more events than are left
     ),
 )
 def test_requests_all_end_right_whatever_part_of_them_each_call_takes(
-    tmp_path: Path, aio_in_mode: Path, monkeypatch: pytest.MonkeyPatch, mode: str, depth: str
+    tmp_path: Path, mode: str, depth: int
 ) -> None:
     """Each of these hung a training run somewhere."""
-    monkeypatch.setenv("MODE", mode)
-    monkeypatch.setenv("DEPTH", depth)
-    counts = counts_in(run_program(MOVE_ALL, tmp_path, preload=aio_in_mode))
+    environment = aio_in_mode(tmp_path, mode, depth)
+    counts = counts_in(run_program(MOVE_ALL, tmp_path, environment=environment))
     assert counts["retries without reaping"] == 0
     assert (counts["short submits"] > 0) == (mode == "three, then busy")
     assert (counts["interrupts"] > 0) == (mode == "interrupted")
 
 
-def test_kernel_that_stays_busy_fails_the_request_in_bounded_time(
-    tmp_path: Path, aio_in_mode: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernel_that_stays_busy_fails_the_request_in_bounded_time(tmp_path: Path) -> None:
     """Temporary is not for ever: neither a broken device at once, nor a hang.  field case I06"""
-    monkeypatch.setenv("MODE", "always busy")
     told = run_program(
         "path = folder / 'a.swp'\n"
         "path.touch(); os.truncate(path, 8192)\n"
@@ -124,6 +118,6 @@ def test_kernel_that_stays_busy_fails_the_request_in_bounded_time(
         "    try: request.wait(30)\n"
         "    except Exception as error: print(type(error).__name__, error.errno, error.path)\n"
         "    print(engine.stats().retry_count > 1)\n",
-        tmp_path, preload=aio_in_mode,
+        tmp_path, environment=aio_in_mode(tmp_path, "always busy"),
     )
     assert told.splitlines()[:2] == [f"SwapReadError 11 {tmp_path / 'a.swp'}", "True"]
