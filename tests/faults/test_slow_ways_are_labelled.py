@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import itertools
 import json
+import mmap
 import os
 import warnings
 from pathlib import Path
@@ -69,6 +71,41 @@ def test_user_who_turns_direct_io_off_gets_figures_that_say_so(tmp_path: Path) -
         found = probe_folder(tmp_path, direct=DirectMode.OFF)
         assert found.direct is False
         assert move(tmp_path, found).write_direct_nbytes == 0
+
+
+def cached_nbytes(path: Path) -> int:
+    """How much of a file the page cache holds, asked of the kernel."""
+    nbytes = path.stat().st_size
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    with path.open("rb") as file:
+        address = libc.mmap(None, ctypes.c_size_t(nbytes), mmap.PROT_READ, mmap.MAP_SHARED,
+                            file.fileno(), ctypes.c_int64(0))
+    pages = (ctypes.c_ubyte * (nbytes // mmap.PAGESIZE))()
+    assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), pages) == 0
+    libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(nbytes))
+    return sum(page & 1 for page in pages) * mmap.PAGESIZE
+
+
+def test_bytes_counted_as_direct_are_not_in_the_page_cache(tmp_path: Path) -> None:
+    """A claim in a counter while the cache grows all the same.  field case A11"""
+    found = probe_folder(tmp_path)
+    if not found.direct or found.filesystem not in ("ext4", "xfs"):
+        pytest.skip(f"{found.filesystem} may use the page cache")
+    path = tmp_path / "a.swp"
+    for mode, cached in ((DirectMode.OFF, True), (DirectMode.REQUIRE, False)):
+        path.unlink(missing_ok=True)
+        path.touch()
+        os.truncate(path, 8 * MiB)
+        source = torch.arange(2 * MiB, dtype=torch.int32)
+        with Engine(backend=found.backend) as engine:
+            file = engine.open(path, direct=mode)
+            engine.write(file, 0, source).wait()
+            engine.read(file, 0, torch.empty_like(source)).wait()
+            stats = engine.stats()
+            file.close()
+        assert stats.write_direct_nbytes == (0 if cached else 8 * MiB)
+        assert cached_nbytes(path) == (8 * MiB if cached else 0)
 
 
 @pytest.mark.parametrize(
