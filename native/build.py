@@ -27,7 +27,8 @@ def require_headers() -> None:
     if shutil.which(command[0]) is None:
         sys.exit(f"nvmeswap: no C compiler ({command[0]} not found); install: apt-get install gcc")
     missing = []
-    for header, package in (("libaio.h", "libaio-dev"), ("liburing.h", "liburing-dev")):
+    for header, package in (("libaio.h", "libaio-dev"), ("liburing.h", "liburing-dev"),
+                            ("xxhash.h", "libxxhash-dev")):
         probe = subprocess.run([*command, "-E", "-x", "c", "-"],
                                input=f"#include <{header}>\n".encode(),
                                capture_output=True, check=False)

@@ -34,10 +34,10 @@ def build(source: Path = ROOT, *command: str, **flags: str) -> subprocess.Comple
 
 @pytest.fixture
 def stub_headers(tmp_path: Path) -> Path:
-    """Where nothing but the two headers lies, empty."""
+    """Where nothing but the headers of the libraries lies, empty."""
     folder = tmp_path / "some place"
     folder.mkdir()
-    for name in ("libaio.h", "liburing.h"):
+    for name in ("libaio.h", "liburing.h", "xxhash.h"):
         (folder / name).touch()
     return folder
 
@@ -46,9 +46,10 @@ def stub_headers(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("missing", "package"),
     (
-        (("libaio.h", "liburing.h"), "libaio-dev liburing-dev"),
+        (("libaio.h", "liburing.h", "xxhash.h"), "libaio-dev liburing-dev libxxhash-dev"),
         (("libaio.h",), "libaio-dev"),
         (("liburing.h",), "liburing-dev"),
+        (("xxhash.h",), "libxxhash-dev"),
     ),
 )
 def test_build_without_headers_stops_with_the_line_that_installs_them(

@@ -90,23 +90,26 @@ RECORDER = """
 #include <fcntl.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <sys/uio.h>
 static long seen, misaligned;
-static long note(long call, int fd, const void *memory, size_t nbytes, off_t offset)
+static ssize_t note(long call, int fd, const struct iovec *vectors, int count, off_t offset)
 {
     if (fcntl(fd, F_GETFL) & O_DIRECT) {
+        uintptr_t all = (uintptr_t)offset;
+        for (int i = 0; i < count; i++)
+            all |= (uintptr_t)vectors[i].iov_base | vectors[i].iov_len;
         __atomic_add_fetch(&seen, 1, __ATOMIC_RELAXED);
-        if (((uintptr_t)memory | nbytes | (uintptr_t)offset) % 4096)
-            __atomic_add_fetch(&misaligned, 1, __ATOMIC_RELAXED);
+        __atomic_add_fetch(&misaligned, all % 4096 != 0, __ATOMIC_RELAXED);
     }
-    return syscall(call, fd, memory, nbytes, offset);
+    return syscall(call, fd, vectors, count, offset, 0L);
 }
-ssize_t pread(int fd, void *memory, size_t nbytes, off_t offset)
+ssize_t preadv(int fd, const struct iovec *vectors, int count, off_t offset)
 {
-    return note(SYS_pread64, fd, memory, nbytes, offset);
+    return note(SYS_preadv, fd, vectors, count, offset);
 }
-ssize_t pwrite(int fd, const void *memory, size_t nbytes, off_t offset)
+ssize_t pwritev(int fd, const struct iovec *vectors, int count, off_t offset)
 {
-    return note(SYS_pwrite64, fd, memory, nbytes, offset);
+    return note(SYS_pwritev, fd, vectors, count, offset);
 }
 __attribute__((destructor)) static void tell(void)
 {
