@@ -78,7 +78,8 @@ class Manifest:
         _compare("the manifest", "run", self.run, run)
 
     def save(self, path: Path) -> None:
-        """Writes the file beside `path`, then renames it over; blocks. Raises OSError."""
+        """Writes the file beside `path`, for its owner's eyes only, then renames it over; blocks.
+        Raises OSError."""
         content = {
             "format": FORMAT,
             "run": self.run,
@@ -87,7 +88,8 @@ class Manifest:
             "entries": {key: _entry_to_json(entry) for key, entry in self.entries.items()},
         }
         partial = path.with_suffix(".partial")
-        with partial.open("w") as file:
+        partial.unlink(missing_ok=True)  # an interrupted save's, or a link: never written through
+        with open(partial, "x", opener=_open_private) as file:
             json.dump(content, file)
             file.flush()
             os.fsync(file.fileno())
@@ -98,7 +100,8 @@ class Manifest:
         """Reads what `save` wrote; blocks. Raises SwapManifestError (field "format") for anything
         else, and OSError."""
         try:
-            content = json.loads(path.read_bytes())
+            with open(path, "rb", opener=_open_private) as file:
+                content = json.load(file)
             _compare("the manifest", "format", content["format"], FORMAT)
             return cls(
                 run=str(content["run"]),
@@ -110,6 +113,10 @@ class Manifest:
             raise SwapManifestError(
                 f"not a manifest ({type(error).__name__}: {error})", field="format", path=path
             ) from error
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 
 def _compare(whose: str, field_name: str, stored: object, asked: object) -> None:
