@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -123,7 +123,8 @@ class StoreRequest:
         """
         failures = self.failed(timeout_s)
         if failures:
-            raise_first(failures, dict(zip(self.pieces.indices, self.pieces.keys, strict=True)))
+            pairs = zip(self.pieces.indices, self.pieces.keys, strict=True)
+            raise_first([(key, failures[index]) for index, key in pairs if index in failures])
 
     def failed(self, timeout_s: float | None = None) -> dict[int, SwapError]:
         """Waits, and returns what went wrong with each piece, by the caller's index: what `wait`
@@ -247,7 +248,7 @@ class StoreBatch:
         were given; its cause names others."""
         failures = self.failed(timeout_s)
         if failures:
-            raise_first(failures, self._keys)
+            raise_first([(self._keys[index], failures[index]) for index in sorted(failures)])
 
     def failed(self, timeout_s: float | None = None) -> dict[int, SwapError]:
         """Waits, and returns what went wrong with each key, by its index among those given. Raises
@@ -264,20 +265,19 @@ class StoreBatch:
             each.settle()
 
 
-def raise_first(failures: Mapping[int, SwapError], keys: Mapping[int, str] | Sequence[str]) -> None:
-    """Raises the error of the least index; where there are others, its cause names their keys."""
-    first, *others = sorted(failures)
-    error = failures[first]
+def raise_first(failures: Sequence[tuple[str, SwapError]]) -> None:
+    """Raises the first error; where there are others, its cause names their keys."""
+    (_, error), *others = failures
     if not others:
         raise error
-    names = ", ".join(f'"{keys[each]}"' for each in others[:_MOST_NAMED])
+    names = ", ".join(f'"{key}"' for key, _ in others[:_MOST_NAMED])
     more = f" and {len(others) - _MOST_NAMED} more" if len(others) > _MOST_NAMED else ""
     cause = f"{error.cause}; " if error.cause else ""
     raise _like(error, error.what, f"{cause}also failed: {names}{more}") from error
 
 
 def _like(error: SwapError, what: str, cause: str | None) -> SwapError:
-    """The same error with another text; raised from it, so that nothing is lost."""
+    """The same error with another text."""
     return type(error)(
         what,
         path=error.path,

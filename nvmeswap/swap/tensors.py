@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 import torch
 
 from nvmeswap.config import AioConfig, SwapBlock, check_folder
-from nvmeswap.errors import SwapManifestError, SwapUsageError
+from nvmeswap.errors import SwapError, SwapManifestError, SwapTimeoutError, SwapUsageError
 from nvmeswap.io.engine import Lane
 from nvmeswap.stats import StoreStats
 from nvmeswap.store.manifest import TensorSpec
-from nvmeswap.store.store import Store, StoreRequest
+from nvmeswap.store.request import raise_first
+from nvmeswap.store.store import Store, StoreBatch, StoreRequest
 from nvmeswap.swap.space import Placement, SwapSpace, new_run_name
 
 TENSORS_FILE = "tensors.swp"
+
+# What such a tensor says of itself holds for its memory; another subclass may have none.
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+_layout_of = attrgetter("dtype", "shape", "is_cpu")
 
 
 class TensorFuture:
@@ -27,8 +33,11 @@ class TensorFuture:
     Threads: any. Ownership: the tensor must not be changed before `done()`.
     """
 
-    def __init__(self, request: StoreRequest | None, host: torch.Tensor, out: torch.Tensor) -> None:
+    def __init__(
+        self, request: StoreRequest | None, index: int, host: torch.Tensor, out: torch.Tensor
+    ) -> None:
         self._request = request
+        self._index = index  # among those that were asked for together
         self._host = host
         self._out = out
 
@@ -40,19 +49,50 @@ class TensorFuture:
         """The tensor; raises SwapReadError, SwapWriteError, SwapChecksumError or SwapTimeoutError
         (after which waiting again is legal). None: the swapper's own time limit."""
         if self._request is not None:
-            self._request.wait(timeout_s)
+            failures = self._request.failed(timeout_s)
+            if self._index in failures:
+                raise failures[self._index]
         if self._host is not self._out:
             self._out.copy_(self._host)
             self._host = self._out
         return self._out
 
+    def into(self, out: torch.Tensor) -> TensorFuture:
+        """The same, into another tensor."""
+        return TensorFuture(self._request, self._index, self._host, out)
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """What is known of a stored tensor; `stored_as` differs from its key for tied tensors."""
+    def drop(self) -> None:
+        """Says that nobody needs what is read, so that it can be cancelled."""
+        if self._request is not None:
+            self._request.drop()
 
-    stored_as: str
+
+@dataclass(slots=True)
+class _Stored:
+    """A tensor on NVMe: `key_count` keys share it when they are tied.
+
+    `layout`: what `_layout_of` says of tensors whose memory is the stored bytes, if they are
+    contiguous. None where more would have to be asked. (Of dimensions of size 1 the stride means
+    nothing; those of the first tensor are kept.)
+    """
+
+    name: str
+    spec: TensorSpec
     device: torch.device
+    key_count: int = 1
+    layout: tuple[object, ...] | None = None
+
+    def __post_init__(self) -> None:
+        meta = torch.empty(self.spec.shape, dtype=self.spec.dtype, device="meta")
+        simple = not meta.is_complex() and meta.stride() == self.spec.stride
+        if simple and self.device.type == "cpu":
+            self.layout = (self.spec.dtype, self.spec.shape, True)
+
+    def new_tensor(self, device: torch.device | None = None) -> torch.Tensor:
+        spec = self.spec
+        return torch.empty_strided(
+            spec.shape, spec.stride, dtype=spec.dtype, device=device or self.device
+        )
 
 
 class TensorSwapper:
@@ -61,6 +101,8 @@ class TensorSwapper:
         with TensorSwapper("/mnt/nvme") as swapper:
             swapper.swap_out("weight", weight)
             weight = swapper.swap_in("weight")
+            swapper.swap_out_many(moments)               # a dict, at the speed of the disk
+            swapper.swap_in_many(moments, out=moments)
 
     Args: `nvme_path`, an existing folder; `swap` and `aio`, as in the JSON.
     Raises: SwapPathError on construction; SwapSpaceError and SwapWriteError on swap_out, with the
@@ -85,7 +127,8 @@ class TensorSwapper:
             aio=aio or AioConfig(),
             pin_memory=False,
         )
-        self._kept: dict[str, _Kept] = {}
+        self._stored: dict[str, _Stored] = {}
+        self._names: set[str] = set()  # of all of them
         self._prefetched: dict[str, TensorFuture] = {}
         self._numbers = itertools.count()
 
@@ -98,40 +141,47 @@ class TensorSwapper:
     def swap_out_async(self, key: str, tensor: torch.Tensor) -> TensorFuture:
         """The same, not waited for. On the CPU the tensor itself is the source: leave it unchanged
         until the future is done."""
-        if tensor.is_sparse or tensor.is_quantized or tensor.is_meta:
-            raise SwapUsageError(
-                f"{key}: only dense tensors with data can be swapped out",
-                fix="swap its parts (indices, values, scales) one by one",
-            )
-        self.discard(key, missing_ok=True)
-        dense = _dense(tensor)
-        host = dense.to("cpu")
-        spec = TensorSpec(host.dtype, tuple(host.shape), tuple(host.stride()))
-        # A tensor tied to this key's last one may still be stored under its name.
-        taken = {kept.stored_as for kept in self._kept.values()}
-        stored_as = key if key not in taken else f"{key}~{next(self._numbers)}"
-        self._store.allocate(TENSORS_FILE, stored_as, spec)
-        self._kept[key] = _Kept(stored_as, tensor.device)
-        if host.numel() == 0:
-            return TensorFuture(None, tensor, tensor)
-        request = self._store.write(stored_as, _flat(host), lane=Lane.DEMAND)
-        return TensorFuture(request, tensor, tensor)
+        batch = self._start_writing([key], [tensor])
+        return _futures(batch, [tensor], [tensor])[0]
 
     def swap_out_many(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write several tensors at once; those that are the same memory are stored once."""
-        stored: dict[tuple[object, ...], str] = {}
-        futures = []
-        for key, tensor in tensors.items():
-            place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-            owner = stored.get(place) if tensor.numel() else None
-            if owner is None:
-                futures.append(self.swap_out_async(key, tensor))
-                stored[place] = key
-            else:
-                self.discard(key, missing_ok=True)
-                self._kept[key] = _Kept(self._kept[owner].stored_as, tensor.device)
-        for future in futures:
-            future.wait()
+        """Write several tensors at once; those that are the same memory are stored once. If some
+        can't be written the others are, and the error names those."""
+        ties = _ties(tensors)
+        keys = [key for key in tensors if key not in ties]
+        batch = self._start_writing(keys, [tensors[key] for key in keys])
+        for key, owner in ties.items():
+            self.discard(key, missing_ok=True)
+            self._stored[key] = self._stored[owner]
+            self._stored[key].key_count += 1
+        batch.wait()
+
+    def _start_writing(self, keys: list[str], tensors: list[torch.Tensor]) -> StoreBatch:
+        """Each to where it was, if the tensor is like the one before; else to a new place."""
+        self._forget_prefetched(keys)
+        stored = [self._stored.get(key) for key in keys]
+        names = ["" if each is None or each.key_count > 1 else each.name for each in stored]
+        fits = _fit(stored, tensors)
+        hosts = {
+            index: _on_host(keys[index], tensors[index])
+            for index, name in enumerate(names)
+            if not (name and fits[index])
+        }
+        memories = list(tensors)
+        fresh: dict[str, TensorSpec] = {}
+        for index, host in hosts.items():
+            spec = TensorSpec(host.dtype, tuple(host.shape), tuple(host.stride()))
+            names[index] = self._place(keys[index], spec, tensors[index].device, fresh)
+            memories[index] = _flat(host)
+        try:
+            self._store.allocate_many(TENSORS_FILE, fresh)
+        except BaseException:
+            for index in hosts:
+                if names[index] in fresh:
+                    del self._stored[keys[index]]
+            self._names -= fresh.keys()
+            raise
+        return self._store.write_many(names, memories, lane=Lane.DEMAND)
 
     # --- in -----------------------------------------------------------------------------------
 
@@ -141,27 +191,71 @@ class TensorSwapper:
 
     def swap_in_async(self, key: str, out: torch.Tensor | None = None) -> TensorFuture:
         """The same, not waited for; `out` is complete when the future was waited for."""
-        ready = self._prefetched.pop(key, None)
-        kept = self._known(key)
-        spec = self._store.spec(kept.stored_as)
-        if out is not None:
-            _check_out(key, spec, out)
+        ready = self._prefetched.get(key)
         if ready is not None:
-            return ready if out is None else TensorFuture(ready._request, ready._host, out)
-        if out is None:
-            out = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=kept.device)
-        direct = out.device.type == "cpu" and out.stride() == spec.stride
-        host = out if direct else torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
-        if host.numel() == 0:
-            return TensorFuture(None, out, out)
-        request = self._store.read(kept.stored_as, _flat(host), lane=Lane.DEMAND)
-        return TensorFuture(request, host, out)
+            if out is not None:
+                _check_out(key, self._stored[key].spec, out)
+                ready = ready.into(out)
+            del self._prefetched[key]
+            return ready
+        return _futures(*self._start_reading([key], [out], Lane.DEMAND))[0]
+
+    def swap_in_many(
+        self, keys: Iterable[str], out: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Read several tensors at once: into those of `out`, or new ones where it has none. If some
+        can't be read the others of `out` are good, and the error names those that can't."""
+        given = out or {}
+        wanted = list(dict.fromkeys(keys))
+        ready = {
+            key: self.swap_in_async(key, given.get(key))
+            for key in (wanted if self._prefetched else ())
+            if key in self._prefetched
+        }
+        keys = [key for key in wanted if key not in ready] if ready else wanted
+        batch, hosts, outs = self._start_reading(keys, list(map(given.get, keys)), Lane.DEMAND)
+        failures = {keys[index]: error for index, error in batch.failed().items()}
+        for key, host, each in zip(keys, hosts, outs, strict=True):
+            if host is not each and key not in failures:
+                each.copy_(host)
+        tensors = dict(zip(keys, outs, strict=True))
+        for key, future in ready.items():
+            try:
+                tensors[key] = future.wait()
+            except SwapTimeoutError:
+                raise
+            except SwapError as error:
+                failures[key] = error
+        if failures:
+            raise_first([(key, failures[key]) for key in wanted if key in failures])
+        return {key: tensors[key] for key in wanted} if ready else tensors
 
     def prefetch(self, keys: Iterable[str]) -> None:
-        """Start reading tensors, in this order; the next `swap_in` of each takes what was read."""
-        for key in keys:
-            if key not in self._prefetched:
-                self._prefetched[key] = self.swap_in_async(key)
+        """Start reading tensors, all at once; the next `swap_in` of each takes what was read."""
+        keys = [key for key in dict.fromkeys(keys) if key not in self._prefetched]
+        futures = _futures(*self._start_reading(keys, [None] * len(keys), Lane.PREFETCH))
+        self._prefetched.update(zip(keys, futures, strict=True))
+
+    def _start_reading(
+        self, keys: list[str], given: Sequence[torch.Tensor | None], lane: Lane
+    ) -> tuple[StoreBatch, list[torch.Tensor], list[torch.Tensor]]:
+        """The batch, the tensors on the host that it reads into, and those that shall have it."""
+        stored = [self._stored.get(key) or self._known(key) for key in keys]
+        outs = [
+            each.new_tensor() if out is None else out
+            for each, out in zip(stored, given, strict=True)
+        ]
+        hosts, memories = list(outs), list(outs)
+        for index, fits in enumerate(_fit(stored, outs)):
+            if fits:
+                continue
+            spec, out = stored[index].spec, outs[index]
+            _check_out(keys[index], spec, out)
+            if not (out.is_cpu and out.stride() == spec.stride) or out.is_neg() or out.is_conj():
+                hosts[index] = stored[index].new_tensor(torch.device("cpu"))
+            memories[index] = _flat(hosts[index])
+        batch = self._store.read_many([each.name for each in stored], memories, lane=lane)
+        return batch, hosts, outs
 
     @contextlib.contextmanager
     def borrow(self, key: str, *, write_back: bool = True) -> Iterator[torch.Tensor]:
@@ -175,17 +269,19 @@ class TensorSwapper:
 
     def discard(self, key: str, *, missing_ok: bool = False) -> None:
         """Forget a tensor; its place is used again. Tensors tied to it keep theirs."""
-        if missing_ok and key not in self._kept:
+        if missing_ok and key not in self._stored:
             return
         self._known(key)
-        self._prefetched.pop(key, None)
-        kept = self._kept.pop(key)
-        if all(other.stored_as != kept.stored_as for other in self._kept.values()):
-            self._store.free(kept.stored_as)
+        self._forget_prefetched([key])
+        stored = self._stored.pop(key)
+        stored.key_count -= 1
+        if stored.key_count == 0:
+            self._names.remove(stored.name)
+            self._store.free(stored.name)
 
     def keys(self) -> list[str]:
         """The names stored, in order of first writing."""
-        return list(self._kept)
+        return list(self._stored)
 
     def stats(self) -> StoreStats:
         """Counters since the start."""
@@ -193,7 +289,7 @@ class TensorSwapper:
 
     def close(self) -> None:
         """Remove the files. Idempotent."""
-        self._prefetched.clear()
+        self._forget_prefetched(list(self._prefetched))
         self._space.close()
 
     def __enter__(self) -> TensorSwapper:
@@ -208,12 +304,88 @@ class TensorSwapper:
             raise SwapUsageError("this swapper is closed", fix="open a new one")
         return self._space.store
 
-    def _known(self, key: str) -> _Kept:
-        kept = self._kept.get(key)
-        if kept is None:
+    def _known(self, key: str) -> _Stored:
+        stored = self._stored.get(key)
+        if stored is None:
             self._store.spec(key)  # raises, naming the nearest key
             raise SwapUsageError(f"no tensor is stored as {key!r}")
-        return kept
+        return stored
+
+    def _forget_prefetched(self, keys: Iterable[str]) -> None:
+        if self._prefetched:
+            for key in keys:
+                if key in self._prefetched:
+                    self._prefetched.pop(key).drop()
+
+    def _place(
+        self, key: str, spec: TensorSpec, device: torch.device, fresh: dict[str, TensorSpec]
+    ) -> str:
+        """The name of the key's next tensor: its old place, or a new one that joins `fresh`."""
+        stored = self._stored.get(key)
+        if stored is not None and stored.key_count == 1 and stored.spec == spec:
+            name = stored.name
+        else:
+            self.discard(key, missing_ok=True)
+            # A tensor tied to this key's last one may still be stored under its name.
+            name = key if key not in self._names else f"{key}~{next(self._numbers)}"
+            self._names.add(name)
+            fresh[name] = spec
+        self._stored[key] = _Stored(name, spec, device)
+        return name
+
+
+def _fit(stored: Sequence[_Stored | None], tensors: Sequence[torch.Tensor]) -> list[bool]:
+    """Of each tensor: is its own memory what is stored, so that it can be moved as it is?"""
+    return [
+        each is not None
+        and each.layout == layout
+        and type(tensor) in _PLAIN_TYPES
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        for each, tensor, layout in zip(stored, tensors, map(_layout_of, tensors), strict=True)
+    ]
+
+
+def _ties(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Of each tensor that is the same memory as one before it, that one's key."""
+    try:
+        places = {tensor.data_ptr() for tensor in tensors.values()}
+    except RuntimeError:
+        return {}  # one has no memory; it is refused where it is named
+    if len(places) == len(tensors):
+        return {}
+    owners: dict[tuple[object, ...], str] = {}
+    ties: dict[str, str] = {}
+    for key, tensor in tensors.items():
+        if tensor.numel():
+            place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            owner = owners.setdefault(place, key)
+            if owner != key:
+                ties[key] = owner
+    return ties
+
+
+def _futures(
+    batch: StoreBatch, hosts: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
+) -> list[TensorFuture]:
+    requests: list[StoreRequest | None] = [None] * len(outs)
+    for request in batch.requests:
+        for index in request.pieces.indices:
+            requests[index] = request
+    return [
+        TensorFuture(request, index, host, out)
+        for index, (request, host, out) in enumerate(zip(requests, hosts, outs, strict=True))
+    ]
+
+
+def _on_host(key: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A dense CPU tensor with the same elements: itself, if it is one."""
+    if tensor.is_sparse or tensor.is_quantized or tensor.is_meta:
+        raise SwapUsageError(
+            f"{key}: only dense tensors with data can be swapped out",
+            fix="swap its parts (indices, values, scales) one by one",
+        )
+    return _dense(tensor).to("cpu")
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
