@@ -93,7 +93,7 @@ class Manifest:
         }
         partial = path.with_suffix(".partial")
         with partial.open("w") as file:
-            json.dump(content, file)
+            file.write(json.dumps(content))  # json.dump would take the slow encoder
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)

@@ -131,11 +131,12 @@ class Store:
         """As `allocate_many`, one key."""
         self.allocate_many(name, {key: spec})
 
-    def allocate_many(self, name: str, specs: Mapping[str, TensorSpec]) -> None:
+    def allocate_many(self, name: str, specs: Mapping[str, TensorSpec]) -> list[int]:
         """Adds keys to the file `name`, which is made or grown where needed; freed space is used
         first, and in fresh space the keys are neighbours in this order. Raises SwapSpaceError,
         SwapWriteError, SwapPathError with everything as it was. The manifest on disk follows when
-        the file grows: rewriting it for each key would cost more than moving a small tensor."""
+        the file grows: rewriting it for each key would cost more than moving a small tensor.
+        Returns where in the file each key lies."""
         with self._lock:
             self._check_open()
             taken = specs.keys() & self._manifest.entries.keys()
@@ -150,6 +151,7 @@ class Store:
                     for key in specs:
                         self._remove_entry(key)
                     raise
+            return [self._manifest.entries[key].extent.offset_bytes for key in specs]
 
     def free(self, key: str) -> None:
         """Forgets the key; its space can be allocated again. Waits for its requests in flight."""
@@ -314,7 +316,7 @@ class Store:
             for entry in part.entries:
                 entry.in_flight.append(request)
             if direction is Direction.WRITE:
-                self._note_writing(part)
+                _note_writing(part)
             try:
                 self._start_transfers(request, lane)
             except BaseException:
@@ -339,13 +341,6 @@ class Store:
             transfer = move(file, pieces.offsets_bytes, pieces.memories, lane=lane)
             request.transfers.append(transfer)
 
-    def _note_writing(self, pieces: Pieces) -> None:
-        """From its start until it has succeeded, a write leaves its bytes undefined."""
-        first_byte = pieces.first_byte
-        for entry, nbytes in zip(pieces.entries, pieces.sizes_nbytes, strict=True):
-            entry.written.remove(first_byte, first_byte + nbytes)
-            entry.generation += 1
-
     def note_settled(self, request: StoreRequest, failed: Collection[int]) -> None:
         """For request.py."""
         pieces, digests = request.pieces, None
@@ -362,13 +357,7 @@ class Store:
                 self._read_nbytes += moved_nbytes
                 return
             self._write_nbytes += moved_nbytes
-            for piece, (entry, nbytes) in enumerate(
-                zip(pieces.entries, pieces.sizes_nbytes, strict=True)
-            ):
-                if piece not in failed:
-                    digest = digests[piece] if digests else None
-                    end_byte = pieces.first_byte + nbytes
-                    entry.written.add(pieces.first_byte, end_byte, digest)
+            _note_written(pieces, digests, failed)
 
     def note_verified(self, nbytes: int) -> None:
         """For request.py."""
@@ -474,6 +463,32 @@ def _must_precede(direction: Direction, pieces: Pieces) -> list[StoreRequest]:
         or (not (earlier.direction is direction is Direction.READ)
         and earlier.pieces.overlap(pieces.first_byte, nbytes))
     ]
+
+
+def _note_writing(pieces: Pieces) -> None:
+    """From its start until it has succeeded, a write leaves its bytes undefined."""
+    end_byte = pieces.first_byte + pieces.sizes_nbytes[0]
+    for entry in pieces.entries:
+        entry.generation += 1
+        if not pieces.whole:
+            entry.written.remove(pieces.first_byte, end_byte)
+        elif entry.written.whole is None:
+            entry.written.remove(0, entry.written.nbytes)
+        else:
+            entry.written.whole = None  # the same, quickly
+
+
+def _note_written(
+    pieces: Pieces, digests: Sequence[int] | None, failed: Collection[int]
+) -> None:
+    if pieces.whole and digests and not failed:
+        for entry, whole in zip(pieces.entries, digests, strict=True):
+            entry.written.whole = whole  # nothing else was written since `_note_writing`
+        return
+    for piece, (entry, nbytes) in enumerate(zip(pieces.entries, pieces.sizes_nbytes, strict=True)):
+        if piece not in failed:
+            digest = digests[piece] if digests else None
+            entry.written.add(pieces.first_byte, pieces.first_byte + nbytes, digest)
 
 
 def _cut(sizes_nbytes: Sequence[int]) -> Iterator[tuple[int, int]]:

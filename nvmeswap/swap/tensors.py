@@ -22,6 +22,7 @@ from nvmeswap.swap.space import Placement, SwapSpace, new_run_name
 
 TENSORS_FILE = "tensors.swp"
 
+_NOWHERE = 1 << 63  # behind all that has a place
 # What such a tensor says of itself holds for its memory; another subclass may have none.
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _layout_of = attrgetter("dtype", "shape", "is_cpu")
@@ -79,6 +80,7 @@ class _Stored:
     name: str
     spec: TensorSpec
     device: torch.device
+    offset_bytes: int = _NOWHERE
     key_count: int = 1
     layout: tuple[object, ...] | None = None
 
@@ -147,9 +149,14 @@ class TensorSwapper:
     def swap_out_many(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write several tensors at once; those that are the same memory are stored once. If some
         can't be written the others are, and the error names those."""
-        ties = _ties(tensors)
-        keys = [key for key in tensors if key not in ties]
-        batch = self._start_writing(keys, [tensors[key] for key in keys])
+        keys, sources = list(tensors), list(tensors.values())
+        order = self._file_order(keys)
+        keys, sources = [keys[each] for each in order], [sources[each] for each in order]
+        ties = _ties(keys, sources)
+        if ties:
+            keys = [key for key in keys if key not in ties]
+            sources = [tensors[key] for key in keys]
+        batch = self._start_writing(keys, sources)
         for key, owner in ties.items():
             self.discard(key, missing_ok=True)
             self._stored[key] = self._stored[owner]
@@ -160,28 +167,40 @@ class TensorSwapper:
         """Each to where it was, if the tensor is like the one before; else to a new place."""
         self._forget_prefetched(keys)
         stored = [self._stored.get(key) for key in keys]
-        names = ["" if each is None or each.key_count > 1 else each.name for each in stored]
-        fits = _fit(stored, tensors)
-        hosts = {
-            index: _on_host(keys[index], tensors[index])
-            for index, name in enumerate(names)
-            if not (name and fits[index])
-        }
+        fits = _fit([each if each and each.key_count == 1 else None for each in stored], tensors)
+        if not all(fits):
+            tensors = self._make_room(stored, keys, tensors, fits)
+        names = [each.name for each in stored if each]
+        return self._store.write_many(names, tensors, lane=Lane.DEMAND)
+
+    def _make_room(
+        self,
+        stored: list[_Stored | None],
+        keys: list[str],
+        tensors: list[torch.Tensor],
+        fits: list[bool],
+    ) -> list[torch.Tensor]:
+        """Replaces those of `stored` that do not fit; returns memories of the CPU to write."""
+        others = [index for index, each in enumerate(fits) if not each]
+        hosts = [_on_host(keys[index], tensors[index]) for index in others]
         memories = list(tensors)
-        fresh: dict[str, TensorSpec] = {}
-        for index, host in hosts.items():
+        fresh: dict[str, _Stored] = {}
+        for index, host in zip(others, hosts, strict=True):
             spec = TensorSpec(host.dtype, tuple(host.shape), tuple(host.stride()))
-            names[index] = self._place(keys[index], spec, tensors[index].device, fresh)
+            stored[index] = self._place(keys[index], spec, tensors[index].device, fresh)
             memories[index] = _flat(host)
         try:
-            self._store.allocate_many(TENSORS_FILE, fresh)
+            specs = {name: each.spec for name, each in fresh.items()}
+            offsets = self._store.allocate_many(TENSORS_FILE, specs)
         except BaseException:
-            for index in hosts:
-                if names[index] in fresh:
+            for index in others:
+                if self._stored[keys[index]].name in fresh:
                     del self._stored[keys[index]]
             self._names -= fresh.keys()
             raise
-        return self._store.write_many(names, memories, lane=Lane.DEMAND)
+        for each, offset_bytes in zip(fresh.values(), offsets, strict=True):
+            each.offset_bytes = offset_bytes
+        return memories
 
     # --- in -----------------------------------------------------------------------------------
 
@@ -206,19 +225,21 @@ class TensorSwapper:
         """Read several tensors at once: into those of `out`, or new ones where it has none. If some
         can't be read the others of `out` are good, and the error names those that can't."""
         given = out or {}
-        wanted = list(dict.fromkeys(keys))
+        asked = list(dict.fromkeys(keys))
         ready = {
             key: self.swap_in_async(key, given.get(key))
-            for key in (wanted if self._prefetched else ())
+            for key in (asked if self._prefetched else ())
             if key in self._prefetched
         }
-        keys = [key for key in wanted if key not in ready] if ready else wanted
-        batch, hosts, outs = self._start_reading(keys, list(map(given.get, keys)), Lane.DEMAND)
-        failures = {keys[index]: error for index, error in batch.failed().items()}
-        for key, host, each in zip(keys, hosts, outs, strict=True):
+        others = [key for key in asked if key not in ready] if ready else asked
+        others = [others[each] for each in self._file_order(others)]
+        given_outs = [given.get(key) for key in others]
+        batch, hosts, outs = self._start_reading(others, given_outs, Lane.DEMAND)
+        failures = {others[index]: error for index, error in batch.failed().items()}
+        for key, host, each in zip(others, hosts, outs, strict=True):
             if host is not each and key not in failures:
                 each.copy_(host)
-        tensors = dict(zip(keys, outs, strict=True))
+        tensors = dict(zip(others, outs, strict=True))
         for key, future in ready.items():
             try:
                 tensors[key] = future.wait()
@@ -227,12 +248,13 @@ class TensorSwapper:
             except SwapError as error:
                 failures[key] = error
         if failures:
-            raise_first([(key, failures[key]) for key in wanted if key in failures])
-        return {key: tensors[key] for key in wanted} if ready else tensors
+            raise_first([(key, failures[key]) for key in asked if key in failures])
+        return {key: tensors[key] for key in asked}
 
     def prefetch(self, keys: Iterable[str]) -> None:
         """Start reading tensors, all at once; the next `swap_in` of each takes what was read."""
         keys = [key for key in dict.fromkeys(keys) if key not in self._prefetched]
+        keys = [keys[each] for each in self._file_order(keys)]
         futures = _futures(*self._start_reading(keys, [None] * len(keys), Lane.PREFETCH))
         self._prefetched.update(zip(keys, futures, strict=True))
 
@@ -317,21 +339,28 @@ class TensorSwapper:
                 if key in self._prefetched:
                     self._prefetched.pop(key).drop()
 
+    def _file_order(self, keys: list[str]) -> list[int]:
+        """The indices of keys as they lie in the file. What follows then meets what was made
+        together together, which halves its time when there are too many for the caches."""
+        known = self._stored
+        offsets = [known[key].offset_bytes if key in known else _NOWHERE for key in keys]
+        return sorted(range(len(keys)), key=offsets.__getitem__)
+
     def _place(
-        self, key: str, spec: TensorSpec, device: torch.device, fresh: dict[str, TensorSpec]
-    ) -> str:
-        """The name of the key's next tensor: its old place, or a new one that joins `fresh`."""
+        self, key: str, spec: TensorSpec, device: torch.device, fresh: dict[str, _Stored]
+    ) -> _Stored:
+        """Where the key's next tensor goes: its old place, or a new one that joins `fresh`."""
         stored = self._stored.get(key)
         if stored is not None and stored.key_count == 1 and stored.spec == spec:
-            name = stored.name
+            placed = _Stored(stored.name, spec, device, stored.offset_bytes)
         else:
             self.discard(key, missing_ok=True)
             # A tensor tied to this key's last one may still be stored under its name.
             name = key if key not in self._names else f"{key}~{next(self._numbers)}"
             self._names.add(name)
-            fresh[name] = spec
-        self._stored[key] = _Stored(name, spec, device)
-        return name
+            placed = fresh[name] = _Stored(name, spec, device)
+        self._stored[key] = placed
+        return placed
 
 
 def _fit(stored: Sequence[_Stored | None], tensors: Sequence[torch.Tensor]) -> list[bool]:
@@ -346,17 +375,17 @@ def _fit(stored: Sequence[_Stored | None], tensors: Sequence[torch.Tensor]) -> l
     ]
 
 
-def _ties(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+def _ties(keys: Sequence[str], tensors: Sequence[torch.Tensor]) -> dict[str, str]:
     """Of each tensor that is the same memory as one before it, that one's key."""
     try:
-        places = {tensor.data_ptr() for tensor in tensors.values()}
+        places = set(map(torch.Tensor.data_ptr, tensors))
     except RuntimeError:
         return {}  # one has no memory; it is refused where it is named
     if len(places) == len(tensors):
         return {}
     owners: dict[tuple[object, ...], str] = {}
     ties: dict[str, str] = {}
-    for key, tensor in tensors.items():
+    for key, tensor in zip(keys, tensors, strict=True):
         if tensor.numel():
             place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
             owner = owners.setdefault(place, key)
