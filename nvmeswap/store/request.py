@@ -11,58 +11,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
-import torch
-
-from nvmeswap.errors import SwapChecksumError, SwapError, SwapIOError, SwapTimeoutError
+from nvmeswap.errors import SwapChecksumError, SwapError, SwapIOError
 from nvmeswap.io.digest import CHUNK_NBYTES, digests
 from nvmeswap.io.engine import Direction
 from nvmeswap.io.request import Request
-from nvmeswap.store.manifest import ManifestEntry
+from nvmeswap.store.pieces import Pieces
 from nvmeswap.store.written import SumCheck, WrittenRange
 
 _MOST_NAMED = 5  # arbitrary: keys in one error
 
 WantedSum = int | list[WrittenRange]
 """What a piece must have when it was read: a sum of all of it, or sums of ranges within it."""
-
-
-@dataclass(slots=True)
-class Pieces:
-    """What is moved: parallel lists in the order of the file. Either all of each key (`whole`), or
-    a part of one key, which begins at `first_byte` of it. `indices` are the caller's numbers."""
-
-    path: Path
-    whole: bool
-    first_byte: int
-    indices: Sequence[int]
-    keys: Sequence[str]
-    entries: Sequence[ManifestEntry]
-    offsets_bytes: Sequence[int]
-    memories: Sequence[torch.Tensor]
-    sizes_nbytes: Sequence[int]
-
-    def cut(self, begin: int, end: int) -> Pieces:
-        """Those from `begin` to `end`."""
-        return Pieces(
-            self.path,
-            self.whole,
-            self.first_byte,
-            self.indices[begin:end],
-            self.keys[begin:end],
-            self.entries[begin:end],
-            self.offsets_bytes[begin:end],
-            self.memories[begin:end],
-            self.sizes_nbytes[begin:end],
-        )
-
-    def overlap(self, first_byte: int, nbytes: int) -> bool:
-        """Whether any of these bytes of one of the keys is moved."""
-        end_byte = self.first_byte + self.sizes_nbytes[0]
-        return self.whole or (self.first_byte < first_byte + nbytes and first_byte < end_byte)
 
 
 class Keeper(Protocol):
@@ -157,23 +118,22 @@ class StoreRequest:
         """For the store, of a write: the sums of what is written, computed once."""
         with self._lock:
             if self._digests is None:
-                self._digests = digests(self.pieces.memories)
+                self._digests = self._sums()
             return self._digests
+
+    def _sums(self) -> list[int]:
+        """Of the pieces as they are in memory now."""
+        if self.nbytes <= CHUNK_NBYTES and self.transfers:
+            return self.transfers[0].digests()
+        return digests(self.pieces.memories)
 
     def _wait_for_transfers(self, timeout_s: float | None, *, verifies: bool) -> None:
         deadline = time.monotonic() + (self._keeper.timeout_s if timeout_s is None else timeout_s)
         for number, transfer in enumerate(self.transfers):
-            try:
-                transfer.wait(max(deadline - time.monotonic(), 0.0))
-            except SwapTimeoutError:
-                raise
-            except SwapError:
-                failures = transfer.failed()
-                if not failures:
-                    raise
-                for piece, error in failures.items():
-                    what = f'"{self.pieces.keys[piece]}": {error.what}'
-                    self._failures.setdefault(piece, _like(error, what, error.cause))
+            failures = transfer.failed(max(deadline - time.monotonic(), 0.0))
+            for piece, error in failures.items():
+                what = f'"{self.pieces.keys[piece]}": {error.what}'
+                self._failures.setdefault(piece, _like(error, what, error.cause))
             if verifies:
                 self._verify(number)
 
@@ -193,7 +153,7 @@ class StoreRequest:
     def _verify_pieces(self) -> None:
         assert self._wanted is not None
         pieces = self.pieces
-        got = digests(pieces.memories)
+        got = self._sums()
         if got == self._wanted:
             self._keeper.note_verified(self.nbytes)
             return
@@ -219,6 +179,25 @@ class StoreRequest:
                 intact="the bytes on the drive were not changed by this read",
                 fix="read again; if it stays, the drive or another program changed the file",
             )
+
+
+def must_precede(direction: Direction, pieces: Pieces) -> list[StoreRequest]:
+    """The requests in flight to settle before these pieces may move: those of the same bytes, but
+    for reads before a read. What is done is settled too: that is what notices a failure nobody
+    waited for."""
+    busy = [
+        (earlier, nbytes)
+        for entry, nbytes in zip(pieces.entries, pieces.sizes_nbytes, strict=True)
+        if entry.in_flight
+        for earlier in entry.in_flight
+    ]
+    return [
+        earlier
+        for earlier, nbytes in dict(busy).items()
+        if earlier.done()
+        or (not (earlier.direction is direction is Direction.READ)
+        and earlier.pieces.overlap(pieces.first_byte, nbytes))
+    ]
 
 
 def _ranges(wanted: WantedSum, nbytes: int) -> list[WrittenRange]:

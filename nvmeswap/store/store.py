@@ -7,9 +7,7 @@ import enum
 import errno
 import re
 import threading
-from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -23,7 +21,8 @@ from nvmeswap.io.probe import FolderProbe
 from nvmeswap.stats import StoreStats
 from nvmeswap.store.manifest import Manifest, ManifestEntry, TensorSpec
 from nvmeswap.store.owner import MANIFEST_FILE, OwnedFolder
-from nvmeswap.store.request import Pieces, StoreBatch, StoreRequest, WantedSum
+from nvmeswap.store.pieces import Pieces
+from nvmeswap.store.request import StoreBatch, StoreRequest, WantedSum, must_precede
 from nvmeswap.store.swapfile import SwapFile
 from nvmeswap.store.written import WrittenRanges, bytes_of
 
@@ -32,9 +31,6 @@ __all__ = ["Checksum", "Store", "StoreBatch", "StoreRequest", "TensorSpec"]
 # Extents begin at multiples of at least this, whatever the drive's own sectors are (it may be
 # replaced by one with larger sectors, and memory pages have this size too).
 _LEAST_ALIGNMENT_NBYTES = 4096
-# Of one request of a batch: enough to hide what a request costs, few enough that the first sums are
-# computed while most of the batch is on its way.
-_MOST_PIECES = 256
 _FILE_NAMES = re.compile(r"[A-Za-z0-9_-]+\.swp")
 
 
@@ -260,7 +256,7 @@ class Store:
             with self._lock:
                 self._check_open()
                 pieces = self._pieces(direction, keys, memories, first_byte)
-                before = _must_precede(direction, pieces)
+                before = must_precede(direction, pieces)
                 if not before:
                     requests = self._start(direction, pieces, lane)
                     break
@@ -280,7 +276,10 @@ class Store:
     ) -> Pieces:
         """What is to be moved, in the order of the file; empty keys are left out of a batch."""
         known = self._manifest.entries
-        entries = [known.get(key) or self._entry(key) for key in keys]
+        try:
+            entries = [known[key] for key in keys]
+        except KeyError as unknown:
+            raise self._unknown_error(unknown.args[0]) from None
         sizes = [memory.nbytes for memory in memories]
         whole = sizes == [entry.written.nbytes for entry in entries]
         if first_byte is None:
@@ -291,32 +290,33 @@ class Store:
             self._check_part(direction, keys[0], entries[0], first_byte, end_byte)
         begin = first_byte or 0
         offsets = [entry.extent.offset_bytes + begin for entry in entries]
-        order = sorted(range(len(keys)), key=offsets.__getitem__)
-        if first_byte is None and 0 in sizes:
-            order = [index for index in order if sizes[index]]
-        return Pieces(
+        pieces = Pieces(
             self.folder / entries[0].file if entries else self.folder,
             whole,
             begin,
-            order,
-            [keys[index] for index in order],
-            [entries[index] for index in order],
-            [offsets[index] for index in order],
-            [memories[index] for index in order],
-            [sizes[index] for index in order],
+            range(len(keys)),
+            keys,
+            entries,
+            offsets,
+            memories,
+            sizes,
         )
+        order = sorted(pieces.indices, key=offsets.__getitem__)
+        if first_byte is None and 0 in sizes:
+            order = [index for index in order if sizes[index]]
+        return pieces if order == list(pieces.indices) else pieces.take(order)
 
     def _start(self, direction: Direction, pieces: Pieces, lane: Lane) -> list[StoreRequest]:
-        wanted = self._wanted_sums(pieces) if direction is Direction.READ else None
+        parts = list(pieces.for_requests())
+        sums = [self._wanted_sums(part) if direction is Direction.READ else None for part in parts]
         requests: list[StoreRequest] = []
-        for begin, end in _cut(pieces.sizes_nbytes):
-            part = pieces.cut(begin, end)
-            request = StoreRequest(direction, part, wanted and wanted[begin:end], keeper=self)
+        for part, wanted in zip(parts, sums, strict=True):
+            request = StoreRequest(direction, part, wanted, keeper=self)
             requests.append(request)
             for entry in part.entries:
                 entry.in_flight.append(request)
             if direction is Direction.WRITE:
-                _note_writing(part)
+                part.note_writing()
             try:
                 self._start_transfers(request, lane)
             except BaseException:
@@ -357,7 +357,7 @@ class Store:
                 self._read_nbytes += moved_nbytes
                 return
             self._write_nbytes += moved_nbytes
-            _note_written(pieces, digests, failed)
+            pieces.note_written(digests, failed)
 
     def note_verified(self, nbytes: int) -> None:
         """For request.py."""
@@ -418,13 +418,16 @@ class Store:
     def _entry(self, key: str) -> ManifestEntry:
         entry = self._manifest.entries.get(key)
         if entry is None:
-            nearest = difflib.get_close_matches(key, self._manifest.entries, n=1, cutoff=0.0)
-            raise SwapUsageError(
-                f'nothing is stored under "{key}"',
-                path=self.folder,
-                fix=f'the nearest known key is "{nearest[0]}"' if nearest else None,
-            )
+            raise self._unknown_error(key)
         return entry
+
+    def _unknown_error(self, key: str) -> SwapUsageError:
+        nearest = difflib.get_close_matches(key, self._manifest.entries, n=1, cutoff=0.0)
+        return SwapUsageError(
+            f'nothing is stored under "{key}"',
+            path=self.folder,
+            fix=f'the nearest known key is "{nearest[0]}"' if nearest else None,
+        )
 
     def _check_part(
         self, direction: Direction, key: str, entry: ManifestEntry, first_byte: int, end_byte: int
@@ -444,59 +447,3 @@ class Store:
             wanted_nbytes=pieces.sizes_nbytes[piece],
             fix="write it before reading it",
         )
-
-
-def _must_precede(direction: Direction, pieces: Pieces) -> list[StoreRequest]:
-    """The requests in flight to settle before these pieces may move: those of the same bytes, but
-    for reads before a read. What is done is settled too: that is what notices a failure nobody
-    waited for."""
-    busy = [
-        (earlier, nbytes)
-        for entry, nbytes in zip(pieces.entries, pieces.sizes_nbytes, strict=True)
-        if entry.in_flight
-        for earlier in entry.in_flight
-    ]
-    return [
-        earlier
-        for earlier, nbytes in dict(busy).items()
-        if earlier.done()
-        or (not (earlier.direction is direction is Direction.READ)
-        and earlier.pieces.overlap(pieces.first_byte, nbytes))
-    ]
-
-
-def _note_writing(pieces: Pieces) -> None:
-    """From its start until it has succeeded, a write leaves its bytes undefined."""
-    end_byte = pieces.first_byte + pieces.sizes_nbytes[0]
-    for entry in pieces.entries:
-        entry.generation += 1
-        if not pieces.whole:
-            entry.written.remove(pieces.first_byte, end_byte)
-        elif entry.written.whole is None:
-            entry.written.remove(0, entry.written.nbytes)
-        else:
-            entry.written.whole = None  # the same, quickly
-
-
-def _note_written(
-    pieces: Pieces, digests: Sequence[int] | None, failed: Collection[int]
-) -> None:
-    if pieces.whole and digests and not failed:
-        for entry, whole in zip(pieces.entries, digests, strict=True):
-            entry.written.whole = whole  # nothing else was written since `_note_writing`
-        return
-    for piece, (entry, nbytes) in enumerate(zip(pieces.entries, pieces.sizes_nbytes, strict=True)):
-        if piece not in failed:
-            digest = digests[piece] if digests else None
-            entry.written.add(pieces.first_byte, pieces.first_byte + nbytes, digest)
-
-
-def _cut(sizes_nbytes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Where to cut pieces into requests: at most 256 and 8 MiB each, or one that is larger."""
-    ends = list(accumulate(sizes_nbytes))
-    begin = reached = 0
-    while begin < len(ends):
-        most = min(begin + _MOST_PIECES, len(ends))
-        end = max(bisect_right(ends, reached + CHUNK_NBYTES, begin, most), begin + 1)
-        yield begin, end
-        begin, reached = end, ends[end - 1]

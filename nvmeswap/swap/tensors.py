@@ -5,28 +5,20 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
 
 import torch
 
 from nvmeswap.config import AioConfig, SwapBlock, check_folder
-from nvmeswap.errors import SwapError, SwapManifestError, SwapTimeoutError, SwapUsageError
+from nvmeswap.errors import SwapError, SwapTimeoutError, SwapUsageError
 from nvmeswap.io.engine import Lane
 from nvmeswap.stats import StoreStats
-from nvmeswap.store.manifest import TensorSpec
 from nvmeswap.store.request import raise_first
 from nvmeswap.store.store import Store, StoreBatch, StoreRequest
+from nvmeswap.swap.layout import NOWHERE, StoredTensor, check_out, fit, flat, on_host, ties_of
 from nvmeswap.swap.space import Placement, SwapSpace, new_run_name
 
 TENSORS_FILE = "tensors.swp"
-
-_NOWHERE = 1 << 63  # behind all that has a place
-# What such a tensor says of itself holds for its memory; another subclass may have none.
-_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
-_layout_of = attrgetter("dtype", "shape", "is_cpu")
-
 
 class TensorFuture:
     """A swap under way. `wait` returns the tensor: what was read, or what is being written.
@@ -68,35 +60,6 @@ class TensorFuture:
             self._request.drop()
 
 
-@dataclass(slots=True)
-class _Stored:
-    """A tensor on NVMe: `key_count` keys share it when they are tied.
-
-    `layout`: what `_layout_of` says of tensors whose memory is the stored bytes, if they are
-    contiguous. None where more would have to be asked. (Of dimensions of size 1 the stride means
-    nothing; those of the first tensor are kept.)
-    """
-
-    name: str
-    spec: TensorSpec
-    device: torch.device
-    offset_bytes: int = _NOWHERE
-    key_count: int = 1
-    layout: tuple[object, ...] | None = None
-
-    def __post_init__(self) -> None:
-        meta = torch.empty(self.spec.shape, dtype=self.spec.dtype, device="meta")
-        simple = not meta.is_complex() and meta.stride() == self.spec.stride
-        if simple and self.device.type == "cpu":
-            self.layout = (self.spec.dtype, self.spec.shape, True)
-
-    def new_tensor(self, device: torch.device | None = None) -> torch.Tensor:
-        spec = self.spec
-        return torch.empty_strided(
-            spec.shape, spec.stride, dtype=spec.dtype, device=device or self.device
-        )
-
-
 class TensorSwapper:
     """Tensors on NVMe by name: each comes back with its dtype, shape, stride and device.
 
@@ -129,7 +92,7 @@ class TensorSwapper:
             aio=aio or AioConfig(),
             pin_memory=False,
         )
-        self._stored: dict[str, _Stored] = {}
+        self._stored: dict[str, StoredTensor] = {}
         self._names: set[str] = set()  # of all of them
         self._prefetched: dict[str, TensorFuture] = {}
         self._numbers = itertools.count()
@@ -152,22 +115,23 @@ class TensorSwapper:
         keys, sources = list(tensors), list(tensors.values())
         order = self._file_order(keys)
         keys, sources = [keys[each] for each in order], [sources[each] for each in order]
-        ties = _ties(keys, sources)
+        ties = ties_of(keys, sources)
         if ties:
             keys = [key for key in keys if key not in ties]
             sources = [tensors[key] for key in keys]
         batch = self._start_writing(keys, sources)
         for key, owner in ties.items():
             self.discard(key, missing_ok=True)
-            self._stored[key] = self._stored[owner]
-            self._stored[key].key_count += 1
+            self._stored[key] = stored = self._stored[owner]
+            stored.key_count += 1
+            stored.layout = None
         batch.wait()
 
     def _start_writing(self, keys: list[str], tensors: list[torch.Tensor]) -> StoreBatch:
         """Each to where it was, if the tensor is like the one before; else to a new place."""
         self._forget_prefetched(keys)
         stored = [self._stored.get(key) for key in keys]
-        fits = _fit([each if each and each.key_count == 1 else None for each in stored], tensors)
+        fits = fit(stored, tensors)
         if not all(fits):
             tensors = self._make_room(stored, keys, tensors, fits)
         names = [each.name for each in stored if each]
@@ -175,20 +139,19 @@ class TensorSwapper:
 
     def _make_room(
         self,
-        stored: list[_Stored | None],
+        stored: list[StoredTensor | None],
         keys: list[str],
         tensors: list[torch.Tensor],
         fits: list[bool],
     ) -> list[torch.Tensor]:
         """Replaces those of `stored` that do not fit; returns memories of the CPU to write."""
         others = [index for index, each in enumerate(fits) if not each]
-        hosts = [_on_host(keys[index], tensors[index]) for index in others]
+        hosts = [on_host(keys[index], tensors[index]) for index in others]
         memories = list(tensors)
-        fresh: dict[str, _Stored] = {}
+        fresh: dict[str, StoredTensor] = {}
         for index, host in zip(others, hosts, strict=True):
-            spec = TensorSpec(host.dtype, tuple(host.shape), tuple(host.stride()))
-            stored[index] = self._place(keys[index], spec, tensors[index].device, fresh)
-            memories[index] = _flat(host)
+            stored[index] = self._place(keys[index], host, tensors[index].device, fresh)
+            memories[index] = flat(host)
         try:
             specs = {name: each.spec for name, each in fresh.items()}
             offsets = self._store.allocate_many(TENSORS_FILE, specs)
@@ -213,7 +176,7 @@ class TensorSwapper:
         ready = self._prefetched.get(key)
         if ready is not None:
             if out is not None:
-                _check_out(key, self._stored[key].spec, out)
+                check_out(key, self._stored[key].spec, out)
                 ready = ready.into(out)
             del self._prefetched[key]
             return ready
@@ -268,14 +231,14 @@ class TensorSwapper:
             for each, out in zip(stored, given, strict=True)
         ]
         hosts, memories = list(outs), list(outs)
-        for index, fits in enumerate(_fit(stored, outs)):
+        for index, fits in enumerate(fit(stored, outs)):
             if fits:
                 continue
             spec, out = stored[index].spec, outs[index]
-            _check_out(keys[index], spec, out)
+            check_out(keys[index], spec, out)
             if not (out.is_cpu and out.stride() == spec.stride) or out.is_neg() or out.is_conj():
                 hosts[index] = stored[index].new_tensor(torch.device("cpu"))
-            memories[index] = _flat(hosts[index])
+            memories[index] = flat(hosts[index])
         batch = self._store.read_many([each.name for each in stored], memories, lane=lane)
         return batch, hosts, outs
 
@@ -326,7 +289,7 @@ class TensorSwapper:
             raise SwapUsageError("this swapper is closed", fix="open a new one")
         return self._space.store
 
-    def _known(self, key: str) -> _Stored:
+    def _known(self, key: str) -> StoredTensor:
         stored = self._stored.get(key)
         if stored is None:
             self._store.spec(key)  # raises, naming the nearest key
@@ -343,55 +306,25 @@ class TensorSwapper:
         """The indices of keys as they lie in the file. What follows then meets what was made
         together together, which halves its time when there are too many for the caches."""
         known = self._stored
-        offsets = [known[key].offset_bytes if key in known else _NOWHERE for key in keys]
+        offsets = [known[key].offset_bytes if key in known else NOWHERE for key in keys]
         return sorted(range(len(keys)), key=offsets.__getitem__)
 
     def _place(
-        self, key: str, spec: TensorSpec, device: torch.device, fresh: dict[str, _Stored]
-    ) -> _Stored:
+        self, key: str, host: torch.Tensor, device: torch.device, fresh: dict[str, StoredTensor]
+    ) -> StoredTensor:
         """Where the key's next tensor goes: its old place, or a new one that joins `fresh`."""
-        stored = self._stored.get(key)
-        if stored is not None and stored.key_count == 1 and stored.spec == spec:
-            placed = _Stored(stored.name, spec, device, stored.offset_bytes)
+        old = self._stored.get(key)
+        placed = StoredTensor.like(key, host, device)
+        if old is not None and old.key_count == 1 and old.spec == placed.spec:
+            placed.name, placed.offset_bytes = old.name, old.offset_bytes
         else:
             self.discard(key, missing_ok=True)
-            # A tensor tied to this key's last one may still be stored under its name.
-            name = key if key not in self._names else f"{key}~{next(self._numbers)}"
-            self._names.add(name)
-            placed = fresh[name] = _Stored(name, spec, device)
+            if key in self._names:  # of a tensor tied to this key's last one
+                placed.name = f"{key}~{next(self._numbers)}"
+            self._names.add(placed.name)
+            fresh[placed.name] = placed
         self._stored[key] = placed
         return placed
-
-
-def _fit(stored: Sequence[_Stored | None], tensors: Sequence[torch.Tensor]) -> list[bool]:
-    """Of each tensor: is its own memory what is stored, so that it can be moved as it is?"""
-    return [
-        each is not None
-        and each.layout == layout
-        and type(tensor) in _PLAIN_TYPES
-        and tensor.is_contiguous()
-        and not tensor.is_neg()
-        for each, tensor, layout in zip(stored, tensors, map(_layout_of, tensors), strict=True)
-    ]
-
-
-def _ties(keys: Sequence[str], tensors: Sequence[torch.Tensor]) -> dict[str, str]:
-    """Of each tensor that is the same memory as one before it, that one's key."""
-    try:
-        places = set(map(torch.Tensor.data_ptr, tensors))
-    except RuntimeError:
-        return {}  # one has no memory; it is refused where it is named
-    if len(places) == len(tensors):
-        return {}
-    owners: dict[tuple[object, ...], str] = {}
-    ties: dict[str, str] = {}
-    for key, tensor in zip(keys, tensors, strict=True):
-        if tensor.numel():
-            place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-            owner = owners.setdefault(place, key)
-            if owner != key:
-                ties[key] = owner
-    return ties
 
 
 def _futures(
@@ -407,49 +340,3 @@ def _futures(
     ]
 
 
-def _on_host(key: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A dense CPU tensor with the same elements: itself, if it is one."""
-    if tensor.is_sparse or tensor.is_quantized or tensor.is_meta:
-        raise SwapUsageError(
-            f"{key}: only dense tensors with data can be swapped out",
-            fix="swap its parts (indices, values, scales) one by one",
-        )
-    return _dense(tensor).to("cpu")
-
-
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Without gaps and overlaps in memory; the stride is kept if it has none (channels_last,
-    transposed), else it becomes contiguous."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    return tensor if _is_dense(tensor) else tensor.contiguous()
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    expected = 1
-    for size, stride in sorted(
-        zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])
-    ):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _flat(dense: torch.Tensor) -> torch.Tensor:
-    """The memory of a dense tensor, in its order."""
-    return torch.as_strided(dense, (dense.numel(),), (1,))
-
-
-def _check_out(key: str, spec: TensorSpec, out: torch.Tensor) -> None:
-    for field, stored, given in (
-        ("dtype", spec.dtype, out.dtype),
-        ("shape", spec.shape, tuple(out.shape)),
-    ):
-        if stored != given:
-            raise SwapManifestError(
-                f"{key} is stored with {field} {stored}, not {given}",
-                field=field,
-                fix="give an `out` like the stored tensor",
-            )
