@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nvmeswap.errors import (
+    SwapCancelledError,
     SwapChecksumError,
     SwapReadError,
     SwapSpaceError,
@@ -287,6 +288,28 @@ def test_batch_when_checksums_are_off_verifies_nothing(workshop: Any, tmp_path: 
     wrong = [key for key, memory in read_back(store, keys).items()
              if not torch.equal(memory, sources[key])]
     assert wrong == [keys[1]] and store.stats().verified_nbytes == 0
+
+
+def test_read_that_nobody_needs_is_cancelled(workshop: Any, tmp_path: Path) -> None:
+    """Reads of discarded tensors would hold up those that are needed."""
+    store = workshop.store(tmp_path, fault_script="read 1000000 errno 5")
+    engine = workshop.engines[0]
+    specs = {"large": flat(80 * MIB), "other": flat(4096), "small": flat(4096)}
+    store.create_file("params.swp", specs)
+    sources = {key: values(spec.nbytes) for key, spec in specs.items()}
+    store.write_many(list(specs), list(sources.values()), lane=Lane.WRITEBACK).wait()
+    engine.inject("read * never")
+    large = store.read("large", poisoned(80 * MIB), lane=Lane.PREFETCH)
+    both = store.read_many(["other", "small"], [poisoned(4096)] * 2, lane=Lane.PREFETCH)
+    large.drop()
+    both.requests[0].drop()  # by one of its two
+    engine.inject("read 1000000 errno 5")
+    assert both.failed() == {}
+    with pytest.raises(SwapCancelledError, match="large"):
+        large.wait()
+    assert engine.stats().read_direct_nbytes < 80 * MIB
+    for key, memory in read_back(store, list(specs)).items():
+        assert torch.equal(memory, sources[key])
 
 
 def test_keys_when_freed_with_a_batch_in_flight_wait_for_it(workshop: Any, tmp_path: Path) -> None:
