@@ -55,7 +55,7 @@ class ManifestEntry:
     extent: Extent
     written: WrittenRanges
     generation: int = 0
-    in_flight: list[StoreRequest] = field(default_factory=list)
+    in_flight: tuple[StoreRequest, ...] = ()
 
 
 @dataclass(slots=True)

@@ -7,11 +7,15 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from nvmeswap.io.digest import CHUNK_NBYTES
 from nvmeswap.store.manifest import ManifestEntry
+
+if TYPE_CHECKING:
+    from nvmeswap.store.request import StoreRequest
 
 # Of one request of a batch: enough to hide what a request costs, few enough that the first sums are
 # computed while most of the batch is on its way.
@@ -76,6 +80,20 @@ class Pieces:
         """Whether any of these bytes of one of the keys is moved."""
         end_byte = self.first_byte + self.sizes_nbytes[0]
         return self.whole or (self.first_byte < first_byte + nbytes and first_byte < end_byte)
+
+    def attach(self, request: StoreRequest) -> None:
+        """The request is under way on each key."""
+        alone = (request,)
+        for entry in self.entries:
+            entry.in_flight = entry.in_flight + alone if entry.in_flight else alone
+
+    def detach(self, request: StoreRequest) -> None:
+        """It is over."""
+        for entry in self.entries:
+            if len(entry.in_flight) == 1:
+                entry.in_flight = ()
+            else:
+                entry.in_flight = tuple(each for each in entry.in_flight if each is not request)
 
     def note_writing(self) -> None:
         """From its start until it has succeeded, a write leaves its bytes undefined."""

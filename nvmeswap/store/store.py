@@ -154,7 +154,7 @@ class Store:
         while True:
             with self._lock:
                 self._check_open()
-                in_flight = list(self._entry(key).in_flight)
+                in_flight = self._entry(key).in_flight
                 if not in_flight:
                     self._remove_entry(key)
                     return
@@ -313,8 +313,7 @@ class Store:
         for part, wanted in zip(parts, sums, strict=True):
             request = StoreRequest(direction, part, wanted, keeper=self)
             requests.append(request)
-            for entry in part.entries:
-                entry.in_flight.append(request)
+            part.attach(request)
             if direction is Direction.WRITE:
                 part.note_writing()
             try:
@@ -350,8 +349,7 @@ class Store:
             if request.settled:
                 return  # another waiter was faster
             request.settled = True
-            for entry in pieces.entries:
-                entry.in_flight.remove(request)
+            pieces.detach(request)
             moved_nbytes = request.nbytes - sum(pieces.sizes_nbytes[piece] for piece in failed)
             if request.direction is Direction.READ:
                 self._read_nbytes += moved_nbytes

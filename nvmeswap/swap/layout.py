@@ -90,6 +90,14 @@ def on_host(key: str, tensor: torch.Tensor) -> torch.Tensor:
     return _dense(tensor).to("cpu")
 
 
+def host_for(stored: StoredTensor, out: torch.Tensor) -> torch.Tensor:
+    """A dense CPU tensor to read into, to be copied to `out`: itself, if it is one."""
+    as_stored = out.is_cpu and out.stride() == stored.spec.stride
+    if as_stored and not out.is_neg() and not out.is_conj():
+        return out
+    return stored.new_tensor(torch.device("cpu"))
+
+
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
     """Without gaps and overlaps in memory; the stride is kept if it has none (channels_last,
     transposed), else it becomes contiguous."""

@@ -15,10 +15,20 @@ from nvmeswap.io.engine import Lane
 from nvmeswap.stats import StoreStats
 from nvmeswap.store.request import raise_first
 from nvmeswap.store.store import Store, StoreBatch, StoreRequest
-from nvmeswap.swap.layout import NOWHERE, StoredTensor, check_out, fit, flat, on_host, ties_of
+from nvmeswap.swap.layout import (
+    NOWHERE,
+    StoredTensor,
+    check_out,
+    fit,
+    flat,
+    host_for,
+    on_host,
+    ties_of,
+)
 from nvmeswap.swap.space import Placement, SwapSpace, new_run_name
 
 TENSORS_FILE = "tensors.swp"
+_BLOCK_COUNT = 1024
 
 class TensorFuture:
     """A swap under way. `wait` returns the tensor: what was read, or what is being written.
@@ -58,6 +68,40 @@ class TensorFuture:
         """Says that nobody needs what is read, so that it can be cancelled."""
         if self._request is not None:
             self._request.drop()
+
+
+class _Reading:
+    """A batch under way: into tensors on the host, which are those to be filled wherever these can
+    be read into."""
+
+    def __init__(
+        self, batch: StoreBatch, hosts: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
+    ) -> None:
+        self.outs = outs
+        self._batch = batch
+        self._hosts = hosts
+
+    def finish(self) -> dict[int, SwapError]:
+        """Waits and fills; returns what went wrong, by index."""
+        failures = self._batch.failed()
+        if self._hosts is not self.outs:
+            for index, (host, out) in enumerate(zip(self._hosts, self.outs, strict=True)):
+                if host is not out and index not in failures:
+                    out.copy_(host)
+        return failures
+
+    def futures(self) -> list[TensorFuture]:
+        """One for each tensor, to be waited for one by one instead."""
+        requests: list[StoreRequest | None] = [None] * len(self.outs)
+        for request in self._batch.requests:
+            for index in request.pieces.indices:
+                requests[index] = request
+        return [
+            TensorFuture(request, index, host, out)
+            for index, (request, host, out) in enumerate(
+                zip(requests, self._hosts, self.outs, strict=True)
+            )
+        ]
 
 
 class TensorSwapper:
@@ -107,25 +151,27 @@ class TensorSwapper:
         """The same, not waited for. On the CPU the tensor itself is the source: leave it unchanged
         until the future is done."""
         batch = self._start_writing([key], [tensor])
-        return _futures(batch, [tensor], [tensor])[0]
+        return TensorFuture(next(iter(batch.requests), None), 0, tensor, tensor)
 
     def swap_out_many(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write several tensors at once; those that are the same memory are stored once. If some
         can't be written the others are, and the error names those."""
-        keys, sources = list(tensors), list(tensors.values())
-        order = self._file_order(keys)
-        keys, sources = [keys[each] for each in order], [sources[each] for each in order]
-        ties = ties_of(keys, sources)
+        order = self._file_order(tensors)
+        ties = ties_of(order, [tensors[key] for key in order])
         if ties:
-            keys = [key for key in keys if key not in ties]
-            sources = [tensors[key] for key in keys]
-        batch = self._start_writing(keys, sources)
-        for key, owner in ties.items():
-            self.discard(key, missing_ok=True)
-            self._stored[key] = stored = self._stored[owner]
-            stored.key_count += 1
-            stored.layout = None
-        batch.wait()
+            order = [key for key in order if key not in ties]
+        started: list[tuple[list[str], StoreBatch]] = []
+        failures: dict[str, SwapError] = {}
+        try:
+            for keys in _blocks(order):
+                started.append((keys, self._start_writing(keys, [tensors[key] for key in keys])))
+            for key, owner in ties.items():
+                self._tie(key, owner)
+        finally:
+            for keys, batch in started:
+                failures |= {keys[index]: error for index, error in batch.failed().items()}
+        if failures:
+            raise_first([(key, failures[key]) for key in tensors if key in failures])
 
     def _start_writing(self, keys: list[str], tensors: list[torch.Tensor]) -> StoreBatch:
         """Each to where it was, if the tensor is like the one before; else to a new place."""
@@ -180,7 +226,7 @@ class TensorSwapper:
                 ready = ready.into(out)
             del self._prefetched[key]
             return ready
-        return _futures(*self._start_reading([key], [out], Lane.DEMAND))[0]
+        return self._start_reading([key], [out], Lane.DEMAND).futures()[0]
 
     def swap_in_many(
         self, keys: Iterable[str], out: Mapping[str, torch.Tensor] | None = None
@@ -194,15 +240,19 @@ class TensorSwapper:
             for key in (asked if self._prefetched else ())
             if key in self._prefetched
         }
-        others = [key for key in asked if key not in ready] if ready else asked
-        others = [others[each] for each in self._file_order(others)]
-        given_outs = [given.get(key) for key in others]
-        batch, hosts, outs = self._start_reading(others, given_outs, Lane.DEMAND)
-        failures = {others[index]: error for index, error in batch.failed().items()}
-        for key, host, each in zip(others, hosts, outs, strict=True):
-            if host is not each and key not in failures:
-                each.copy_(host)
-        tensors = dict(zip(others, outs, strict=True))
+        tensors: dict[str, torch.Tensor] = {}
+        failures: dict[str, SwapError] = {}
+        started: list[tuple[list[str], _Reading]] = []
+        try:
+            others = [key for key in asked if key not in ready] if ready else asked
+            for block in _blocks(self._file_order(others)):
+                reading = self._start_reading(block, list(map(given.get, block)), Lane.DEMAND)
+                started.append((block, reading))
+        finally:
+            for block, reading in started:
+                failed = reading.finish()
+                failures |= {block[index]: error for index, error in failed.items()}
+                tensors.update(zip(block, reading.outs, strict=True))
         for key, future in ready.items():
             try:
                 tensors[key] = future.wait()
@@ -216,31 +266,29 @@ class TensorSwapper:
 
     def prefetch(self, keys: Iterable[str]) -> None:
         """Start reading tensors, all at once; the next `swap_in` of each takes what was read."""
-        keys = [key for key in dict.fromkeys(keys) if key not in self._prefetched]
-        keys = [keys[each] for each in self._file_order(keys)]
-        futures = _futures(*self._start_reading(keys, [None] * len(keys), Lane.PREFETCH))
-        self._prefetched.update(zip(keys, futures, strict=True))
+        left = [key for key in dict.fromkeys(keys) if key not in self._prefetched]
+        for block in _blocks(self._file_order(left)):
+            reading = self._start_reading(block, [None] * len(block), Lane.PREFETCH)
+            self._prefetched.update(zip(block, reading.futures(), strict=True))
 
     def _start_reading(
         self, keys: list[str], given: Sequence[torch.Tensor | None], lane: Lane
-    ) -> tuple[StoreBatch, list[torch.Tensor], list[torch.Tensor]]:
-        """The batch, the tensors on the host that it reads into, and those that shall have it."""
+    ) -> _Reading:
         stored = [self._stored.get(key) or self._known(key) for key in keys]
         outs = [
             each.new_tensor() if out is None else out
             for each, out in zip(stored, given, strict=True)
         ]
-        hosts, memories = list(outs), list(outs)
-        for index, fits in enumerate(fit(stored, outs)):
-            if fits:
-                continue
-            spec, out = stored[index].spec, outs[index]
-            check_out(keys[index], spec, out)
-            if not (out.is_cpu and out.stride() == spec.stride) or out.is_neg() or out.is_conj():
-                hosts[index] = stored[index].new_tensor(torch.device("cpu"))
-            memories[index] = flat(hosts[index])
+        hosts = memories = outs
+        fits = fit(stored, outs)
+        if not all(fits):
+            hosts, memories = list(outs), list(outs)
+            for index in [index for index, each in enumerate(fits) if not each]:
+                check_out(keys[index], stored[index].spec, outs[index])
+                hosts[index] = host_for(stored[index], outs[index])
+                memories[index] = flat(hosts[index])
         batch = self._store.read_many([each.name for each in stored], memories, lane=lane)
-        return batch, hosts, outs
+        return _Reading(batch, hosts, outs)
 
     @contextlib.contextmanager
     def borrow(self, key: str, *, write_back: bool = True) -> Iterator[torch.Tensor]:
@@ -302,12 +350,22 @@ class TensorSwapper:
                 if key in self._prefetched:
                     self._prefetched.pop(key).drop()
 
-    def _file_order(self, keys: list[str]) -> list[int]:
-        """The indices of keys as they lie in the file. What follows then meets what was made
-        together together, which halves its time when there are too many for the caches."""
-        known = self._stored
-        offsets = [known[key].offset_bytes if key in known else NOWHERE for key in keys]
-        return sorted(range(len(keys)), key=offsets.__getitem__)
+    def _tie(self, key: str, owner: str) -> None:
+        """From now on the key's tensor is what is stored for another one."""
+        self.discard(key, missing_ok=True)
+        stored = self._stored[key] = self._stored[owner]
+        stored.key_count += 1
+        stored.layout = None
+
+    def _file_order(self, keys: Iterable[str]) -> list[str]:
+        """Keys as they lie in the file, new ones last. What follows then meets together what was
+        made together: that halves its time when there are too many for the caches."""
+        known, keys = self._stored, list(keys)
+        try:
+            offsets = [known[key].offset_bytes for key in keys]
+        except KeyError:
+            offsets = [known[key].offset_bytes if key in known else NOWHERE for key in keys]
+        return [keys[index] for index in sorted(range(len(keys)), key=offsets.__getitem__)]
 
     def _place(
         self, key: str, host: torch.Tensor, device: torch.device, fresh: dict[str, StoredTensor]
@@ -327,16 +385,6 @@ class TensorSwapper:
         return placed
 
 
-def _futures(
-    batch: StoreBatch, hosts: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
-) -> list[TensorFuture]:
-    requests: list[StoreRequest | None] = [None] * len(outs)
-    for request in batch.requests:
-        for index in request.pieces.indices:
-            requests[index] = request
-    return [
-        TensorFuture(request, index, host, out)
-        for index, (request, host, out) in enumerate(zip(requests, hosts, outs, strict=True))
-    ]
-
-
+def _blocks(keys: list[str]) -> Iterator[list[str]]:
+    """Few enough at a time that the drive has its first work soon, and that caches keep them."""
+    return (keys[begin : begin + _BLOCK_COUNT] for begin in range(0, len(keys), _BLOCK_COUNT))
