@@ -15,6 +15,7 @@ import ctypes
 import errno
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from nvmeswap.errors import SwapPathError, SwapSpaceError, SwapWriteError
@@ -64,10 +65,10 @@ class SwapFile:
             path.unlink()
             raise
 
-    def allocate(self, nbytes: int) -> Extent:
-        """An extent, growing the file where needed: by a large piece, or where that does not fit,
-        by just enough. Raises SwapSpaceError with the file as it was."""
-        extent = self.extents.allocate(nbytes)
+    def allocate(self, sizes_nbytes: Sequence[int]) -> list[Extent]:
+        """An extent for each, growing the file where needed: by a large piece, or where that does
+        not fit, by just enough. Raises SwapSpaceError with the file as it was."""
+        extents = [self.extents.allocate(nbytes) for nbytes in sizes_nbytes]
         try:
             if self.extents.end_bytes > self.nbytes:
                 try:
@@ -75,9 +76,10 @@ class SwapFile:
                 except SwapSpaceError:
                     self._grow_to(self.extents.end_bytes)
         except BaseException:
-            self.extents.free(extent)
+            for extent in reversed(extents):
+                self.extents.free(extent)
             raise
-        return extent
+        return extents
 
     def close(self) -> None:
         """Closes it in the engine. The file stays; removing it is the owner's."""
