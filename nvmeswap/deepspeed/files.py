@@ -192,7 +192,7 @@ def take_space(fd: int, target: Target, begin: int, end: int, *, whole: bool) ->
     size = os.fstat(fd).st_size
     if end < size and whole:
         os.ftruncate(fd, end)
-    if end <= size:
+    if end <= size or begin == end:
         return
     begin = max(begin, size)
     usage = os.fstatvfs(fd)
