@@ -21,6 +21,7 @@ from nvmeswap.errors import SwapPathError, SwapSpaceError, SwapWriteError
 from nvmeswap.io import DirectMode, Engine, File, probe_folder
 from nvmeswap.io.alignment import padded_nbytes
 
+_DESCRIPTORS = "/proc/self/fd/"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _BLOCK_MULTIPLE_NBYTES = 4096
 _LARGEST_BLOCK_NBYTES = 1 << 30
@@ -126,8 +127,8 @@ class Target(NamedTuple):
     @property
     def folder(self) -> str:
         """Of the file itself, also where it is named by a descriptor."""
-        named = os.path.abspath(self.path)
-        if named.startswith("/proc/self/fd/"):
+        named = os.fspath(self.path)
+        if named.startswith(_DESCRIPTORS):
             named = os.readlink(named)
         return os.path.dirname(named)
 
@@ -149,7 +150,7 @@ class Target(NamedTuple):
 def path_of(fd: int) -> Path:
     """By which an open file can be opened once more: its name, or where it has none any more, its
     descriptor's. Raises SwapPathError."""
-    numbered = Path(f"/proc/self/fd/{fd}")
+    numbered = Path(f"{_DESCRIPTORS}{fd}")
     try:
         named = numbered.readlink()
         if named.exists() and named.samefile(numbered):
