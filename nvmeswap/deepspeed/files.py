@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import stat
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -196,8 +197,7 @@ def take_space(fd: int, target: Target, begin: int, end: int, *, whole: bool) ->
     if end <= size or begin == end:
         return
     begin = max(begin, size)
-    usage = os.fstatvfs(fd)
-    if usage.f_blocks and end - begin > usage.f_bavail * usage.f_frsize:
+    if end - begin > _free_nbytes(fd):
         raise _no_space(fd, target, begin, end, errno.ENOSPC)
     try:
         os.posix_fallocate(fd, begin, end - begin)
@@ -217,13 +217,20 @@ def take_space(fd: int, target: Target, begin: int, end: int, *, whole: bool) ->
 
 
 def _no_space(fd: int, target: Target, begin: int, end: int, code: int) -> SwapSpaceError:
-    usage = os.fstatvfs(fd)
     return SwapSpaceError(
         f"{end - begin:_} bytes were not written: no space", path=target.path,
-        offset_bytes=begin, wanted_nbytes=end - begin, got_nbytes=usage.f_bavail * usage.f_frsize,
-        errno=code, intact="the source in memory, and what the file held",
+        offset_bytes=begin, wanted_nbytes=end - begin, got_nbytes=_free_nbytes(fd), errno=code,
+        intact="the source in memory, and what the file held",
         fix="free space on this filesystem, or raise the quota, and retry",
     )
+
+
+def _free_nbytes(fd: int) -> int:
+    usage = os.fstatvfs(fd)
+    if not usage.f_blocks:
+        return sys.maxsize  # ramfs and some network filesystems report no sizes
+    free_blocks = usage.f_bavail if os.geteuid() else usage.f_bfree  # root has a reserve
+    return free_blocks * usage.f_frsize
 
 
 def _refused(path: Path, error: OSError) -> SwapPathError:
