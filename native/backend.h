@@ -3,29 +3,36 @@
 
 #include <stddef.h>
 #include <stdint.h>
+#include <sys/uio.h>
 
 #include "interface.h"
 
-/* What a backend is: something that moves one aligned block between memory and file. Lanes, cutting,
+/* What a backend is: something that moves one aligned block between memory and file. The block is one
+ * range of the file; in memory it may be scattered. Lanes, cutting,
  * retries, resuming and statistics are the core's. backend_skeleton.c states each hook's contract
  * and is the file to copy for a new backend; a new backend is one new file and nothing else.
  *
  * All hooks are called by one thread, the engine's I/O thread. */
 
-#define BACKEND_ABI 2
+#define BACKEND_ABI 3
 
 /* Most pieces of memory and files that are registered at a time. */
 enum { MEMORY_PIECE_LIMIT = 1024, FILE_TABLE_LIMIT = 64 };
+
+/* Of one block. 64 x 4 KiB in one vectored block are moved 3.7 (read) and 11.6 (write) times as fast
+ * as alone, 16 of them 3.4 and 7.2 times; the kernel takes up to 1024. */
+enum { VECTOR_LIMIT = 64 };
 
 struct backend_op {
     /* Set by the core, read by the backend. */
     int fd;
     int direction; /* enum nvs_direction */
-    char *memory;
+    struct iovec *vectors;       /* where in memory, in the order of the file; made anew for each try */
+    uint32_t vector_count;       /* 1 to VECTOR_LIMIT */
+    uint32_t nbytes;             /* of all of them; above 0, below 2 GiB */
     uint64_t offset_bytes;
-    uint32_t nbytes; /* above 0, below 2 GiB */
     uint32_t slot;   /* below queue_depth, unique among the blocks in flight */
-    int memory_index; /* of the registered piece that holds all of the memory, or -1 */
+    int memory_index; /* of the registered memory that holds all vectors, or -1 */
     int file_index;   /* of the registered file, or -1; fd is valid all the same */
     /* Set by the backend before it hands the op back from reap: bytes moved, or a negated errno. */
     int64_t result;

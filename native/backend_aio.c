@@ -74,9 +74,11 @@ static int aio_submit(void *state, struct backend_op **ops, uint32_t count)
         struct backend_op *op = ops[i];
         struct iocb *iocb = &aio->iocbs[op->slot];
         if (op->direction == NVS_READ)
-            io_prep_pread(iocb, op->fd, op->memory, op->nbytes, (long long)op->offset_bytes);
+            io_prep_preadv(iocb, op->fd, op->vectors, (int)op->vector_count,
+                           (long long)op->offset_bytes);
         else
-            io_prep_pwrite(iocb, op->fd, op->memory, op->nbytes, (long long)op->offset_bytes);
+            io_prep_pwritev(iocb, op->fd, op->vectors, (int)op->vector_count,
+                            (long long)op->offset_bytes);
         io_set_eventfd(iocb, aio->completion_fd);
         iocb->data = op;
         aio->batch[i] = iocb;

@@ -154,13 +154,25 @@ static int fault_open(void **state, struct backend_options *options)
     return 0;
 }
 
+static void shorten(struct backend_op *op, uint32_t nbytes)
+{
+    uint32_t left_nbytes = op->nbytes = nbytes;
+    op->vector_count = 0;
+    while (left_nbytes > 0) {
+        struct iovec *vector = &op->vectors[op->vector_count++];
+        if (vector->iov_len > left_nbytes)
+            vector->iov_len = left_nbytes;
+        left_nbytes -= (uint32_t)vector->iov_len;
+    }
+}
+
 /* A direct file would refuse an odd length; the rest up to N is left unmoved, and since the core may
  * rely on aligned progress only, it must come back for it. */
 static int submit_short(struct fault *fault, struct backend_op *op, uint64_t claimed_nbytes)
 {
     if (claimed_nbytes < op->nbytes) {
         bool direct = fcntl(op->fd, F_GETFL) & O_DIRECT;
-        op->nbytes = (uint32_t)(direct ? round_down(claimed_nbytes, 4096) : claimed_nbytes);
+        shorten(op, (uint32_t)(direct ? round_down(claimed_nbytes, 4096) : claimed_nbytes));
         fault->slots[op->slot].claimed_nbytes = (uint32_t)claimed_nbytes;
     }
     if (op->nbytes > 0)
@@ -260,7 +272,7 @@ static int fault_reap(void *state, struct backend_op **done, uint32_t capacity, 
         struct backend_op *op = done[count++];
         struct fault_slot *slot = &fault->slots[op->slot];
         if (slot->flip && op->direction == NVS_READ && op->result > 0)
-            op->memory[0] ^= 1;
+            *(char *)op->vectors[0].iov_base ^= 1;
         if (slot->claimed_nbytes > 0 && op->result > 0)
             op->result = slot->claimed_nbytes;
         slot->flip = false;

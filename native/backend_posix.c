@@ -37,9 +37,10 @@ static void *posix_thread(void *argument)
         if (!op)
             break;
         pthread_mutex_unlock(&posix->lock);
+        int vector_count = (int)op->vector_count;
         ssize_t moved = op->direction == NVS_READ
-                            ? pread(op->fd, op->memory, op->nbytes, (off_t)op->offset_bytes)
-                            : pwrite(op->fd, op->memory, op->nbytes, (off_t)op->offset_bytes);
+                            ? preadv(op->fd, op->vectors, vector_count, (off_t)op->offset_bytes)
+                            : pwritev(op->fd, op->vectors, vector_count, (off_t)op->offset_bytes);
         op->result = moved < 0 ? -errno : moved;
         pthread_mutex_lock(&posix->lock);
         if (!posix->done.head)

@@ -8,7 +8,7 @@
 
 #include <errno.h>
 #include <stdlib.h>
-#include <unistd.h>
+#include <sys/uio.h>
 
 struct skeleton {
     int wake_fd;
@@ -39,9 +39,10 @@ static int skeleton_submit(void *state, struct backend_op **ops, uint32_t count)
     struct skeleton *skeleton = state;
     (void)count;
     struct backend_op *op = ops[0];
+    int vector_count = (int)op->vector_count;
     ssize_t moved = op->direction == NVS_READ
-                        ? pread(op->fd, op->memory, op->nbytes, (off_t)op->offset_bytes)
-                        : pwrite(op->fd, op->memory, op->nbytes, (off_t)op->offset_bytes);
+                        ? preadv(op->fd, op->vectors, vector_count, (off_t)op->offset_bytes)
+                        : pwritev(op->fd, op->vectors, vector_count, (off_t)op->offset_bytes);
     op->result = moved < 0 ? -errno : moved;
     op_queue_push(&skeleton->done, op);
     return 1;

@@ -20,7 +20,8 @@ def require_headers() -> None:
     """Stop with the line that mends it rather than with the compiler's."""
     compiler = os.environ.get("CC", "cc").split()
     missing = []
-    for header, package in (("libaio.h", "libaio-dev"), ("liburing.h", "liburing-dev")):
+    for header, package in (("libaio.h", "libaio-dev"), ("liburing.h", "liburing-dev"),
+                            ("xxhash.h", "libxxhash-dev")):
         probe = subprocess.run([*compiler, "-E", "-x", "c", "-"],
                                input=f"#include <{header}>\n".encode(),
                                capture_output=True, check=False)

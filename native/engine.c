@@ -26,6 +26,8 @@ static bool take_mailbox(nvs_engine *engine)
     pthread_mutex_lock(&engine->mailbox_lock);
     for (int lane = 0; lane < NVS_LANE_COUNT; lane++)
         lane_append(&engine->lanes[lane], &engine->mailbox[lane]);
+    nvs_request *cancels = engine->cancels;
+    engine->cancels = NULL;
     struct memory_call *memory_calls = engine->memory_calls;
     engine->memory_calls = NULL;
     bool stopping = engine->stopping;
@@ -35,6 +37,12 @@ static bool take_mailbox(nvs_engine *engine)
     engine->woken = false;
     pthread_mutex_unlock(&engine->mailbox_lock);
     memory_calls_serve(engine, memory_calls);
+    while (cancels) {
+        nvs_request *request = cancels;
+        cancels = request->next_cancel;
+        request_stop(engine, request, NVS_ERROR_CANCELLED);
+        nvs_request_release(request);
+    }
     return stopping;
 }
 
@@ -45,7 +53,9 @@ static void *engine_thread(void *argument)
     engine->open_status = engine->backend->open(&engine->backend_state, &engine->backend_options);
     bool is_open = engine->open_status == 0;
     if (is_open)
-        engine->free_count = engine->queue_depth = engine->backend_options.queue_depth;
+        engine->free_count = engine->depth_limit = engine->queue_depth =
+            engine->backend_options.queue_depth;
+    engine->counters[QUEUE_DEPTH] = engine->queue_depth;
     event_set(&engine->opened);
     engine->file_limit = engine->backend->register_file ? FILE_TABLE_LIMIT : 0;
     while (is_open) {
@@ -67,8 +77,11 @@ static void *engine_thread(void *argument)
 static void engine_free(nvs_engine *engine)
 {
     if (engine->blocks)
-        for (uint32_t i = 0; i < engine->queue_depth; i++)
+        for (uint32_t i = 0; i < engine->queue_depth; i++) {
+            free(engine->blocks[i].spans);
+            free(engine->blocks[i].vectors);
             free(engine->blocks[i].bounce);
+        }
     if (engine->file_table)
         file_table_close(engine->file_table);
     if (engine->wake_fd >= 0)
@@ -191,72 +204,47 @@ int nvs_engine_close(nvs_engine *engine, int64_t timeout_ns)
 
 /* --- calls while open -------------------------------------------------------------------------- */
 
-static void discard_requests(nvs_request **requests, size_t request_count)
+int nvs_engine_submit(nvs_engine *engine, nvs_file *file, int32_t direction, int32_t lane,
+                      const nvs_piece *pieces, size_t piece_count, nvs_request **request)
 {
-    for (size_t i = 0; i < request_count; i++) {
-        nvs_file_release(requests[i]->transfer.file);
-        free(requests[i]);
-    }
-}
-
-static bool make_requests(const nvs_transfer *transfers, size_t transfer_count,
-                          nvs_request **requests)
-{
-    for (size_t i = 0; i < transfer_count; i++) {
-        requests[i] = request_new(&transfers[i]);
-        if (!requests[i]) {
-            discard_requests(requests, i);
-            return false;
-        }
-    }
-    return true;
-}
-
-/* False when the engine accepts nothing any more. */
-static bool post(nvs_engine *engine, struct lane *batch, int lane, uint64_t request_count)
-{
+    if (engine->pid != getpid())
+        return NVS_ERROR_FORKED;
+    nvs_request *made = request_new(file, direction, lane, pieces, piece_count);
+    if (!made)
+        return -ENOMEM;
+    bool moves = made->queued; /* the I/O thread's once it is posted */
     pthread_mutex_lock(&engine->mailbox_lock);
     bool accepted = !engine->stopping;
-    if (accepted && batch->head) {
-        count(engine, IN_FLIGHT, request_count);
-        lane_append(&engine->mailbox[lane], batch);
+    if (accepted && moves) {
+        count(engine, IN_FLIGHT, 1);
+        lane_append(&engine->mailbox[lane], &(struct lane){made, made, 0});
         engine_wake(engine);
     }
     pthread_mutex_unlock(&engine->mailbox_lock);
-    return accepted;
-}
-
-int nvs_engine_submit(nvs_engine *engine, const nvs_transfer *transfers, size_t transfer_count,
-                      int32_t lane, nvs_request **requests)
-{
-    if (engine->pid != getpid())
-        return NVS_ERROR_FORKED;
-    if (!make_requests(transfers, transfer_count, requests))
-        return -ENOMEM;
-    for (size_t i = 0; i < transfer_count; i++)
-        requests[i]->lane = lane;
-    struct lane batch = {NULL, NULL, 0};
-    uint64_t queued_count = lane_fill(&batch, requests, transfer_count);
-    if (!post(engine, &batch, lane, queued_count)) {
-        discard_requests(requests, transfer_count);
+    if (!accepted) {
+        request_discard(made);
         return NVS_ERROR_CLOSED;
     }
-    count(engine, REQUESTS, transfer_count);
-    for (size_t i = 0; i < transfer_count; i++)
-        if (transfers[i].nbytes == 0)
-            request_finish(requests[i]);
+    count(engine, REQUESTS, 1);
+    if (!moves)
+        request_finish(made);
+    *request = made;
     return 0;
 }
 
-int nvs_engine_stats(nvs_engine *engine, nvs_stats *stats)
+int nvs_engine_cancel(nvs_engine *engine, nvs_request *request)
 {
     if (engine->pid != getpid())
         return NVS_ERROR_FORKED;
-    uint64_t values[COUNTER_COUNT];
-    for (int i = 0; i < COUNTER_COUNT; i++)
-        values[i] = atomic_load_explicit(&engine->counters[i], memory_order_relaxed);
-    _Static_assert(sizeof values == sizeof *stats, "a counter for every field, in the same order");
-    memcpy(stats, values, sizeof *stats);
+    pthread_mutex_lock(&engine->mailbox_lock);
+    if (!request->cancel_posted && !atomic_load(&request->finished)) {
+        request->cancel_posted = true;
+        atomic_fetch_add(&request->references, 1);
+        request->next_cancel = engine->cancels;
+        engine->cancels = request;
+        engine_wake(engine);
+    }
+    pthread_mutex_unlock(&engine->mailbox_lock);
     return 0;
 }
 

@@ -34,38 +34,75 @@ struct nvs_file {
     uint32_t tag_limit_nbytes; /* the largest of them */
 };
 
+/* Bytes that a caller has named, and how they fared. */
+struct piece {
+    char *memory;
+    uint64_t offset_bytes;
+    uint64_t nbytes;
+    uint64_t done_nbytes;
+    uint64_t error_offset_bytes;
+    uint32_t index; /* in the caller's order */
+    uint32_t tries;
+    int32_t status;
+};
+
 struct nvs_request {
     atomic_int references; /* the caller's, and the engine's until it is finished */
     event finished;
     pid_t pid;
-    nvs_transfer transfer;
-    nvs_result result;        /* final once finished */
-    nvs_request *next;        /* in a lane */
+    nvs_file *file;
+    int direction; /* enum nvs_direction */
     int lane;
-    uint64_t cut_nbytes;      /* already cut into blocks */
+    int64_t submitted_ns;
+    nvs_request *next;        /* in a lane */
+    nvs_request *next_cancel; /* in the mailbox */
+    bool cancel_posted;       /* under the mailbox lock */
     uint32_t in_flight_count; /* blocks not yet judged for good */
     bool queued;              /* in a lane: more blocks are to be cut */
+    size_t failure_count;     /* final, as all of the pieces, once finished */
+    size_t piece_count;
+    size_t at_piece;          /* the next to cut from */
+    uint64_t cut_nbytes;      /* already cut from that */
+    struct piece pieces[];    /* by offset */
 };
 
-/* One block in work: queue_depth of them, each with a bounce buffer once it has needed one. */
+/* Bytes of one piece in a block: where the kernel moves them, and where they belong. */
+struct span {
+    struct piece *piece;
+    char *memory;
+    char *copy_to;          /* a bounced read: the caller's memory, else NULL */
+    uint32_t wanted_nbytes;
+    uint32_t length_nbytes; /* what the kernel moves: wanted, padded when bounced */
+};
+
+/* One block in work: queue_depth of them. A block is one range of the file, made of spans that lie
+ * side by side in it. When one with several spans fails, they are moved again one by one (it is
+ * careful then), so that only those fail that must. */
 struct block {
     struct backend_op op;
     nvs_request *request;
-    char *memory;          /* the caller's bytes of this block */
+    struct span *spans;     /* with `vectors` and `bounce`: once it has needed them */
+    struct iovec *vectors;
     char *bounce;
-    uint64_t offset_bytes; /* in the file */
+    uint32_t span_count;
+    uint32_t span_at;       /* the first that is not over */
+    uint32_t bounced_nbytes;
+    uint64_t offset_bytes;  /* in the file */
     uint32_t wanted_nbytes;
-    uint32_t length_nbytes; /* what the kernel moves: wanted, padded when bounced */
-    uint32_t done_nbytes;   /* aligned progress */
+    uint32_t length_nbytes; /* of all spans */
+    uint32_t over_nbytes;   /* of the spans that are over */
+    uint32_t done_nbytes;   /* aligned progress, at least over_nbytes */
+    uint32_t aim_nbytes;    /* the progress that ends this try */
+    uint32_t aim_padding_nbytes; /* at its end: a read need not bring it */
     uint32_t tries;
     uint32_t tag_count; /* of the device's, while in the backend */
-    bool bounced;
+    bool careful;
     bool direct; /* how it was submitted last */
 };
 
 enum counter {
     READ_DIRECT, READ_BUFFERED, WRITE_DIRECT, WRITE_BUFFERED, BOUNCED, REQUESTS, BLOCKS, RETRIES,
-    ERRORS, IN_FLIGHT, REGISTERED, COUNTER_COUNT
+    ERRORS, IN_FLIGHT, REGISTERED, QUEUE_DEPTH, COUNTER_COUNT
 };
 
 struct nvs_engine {
@@ -80,9 +117,11 @@ struct nvs_engine {
     int open_status;
     event drained; /* the thread is over */
     atomic_uint_fast64_t counters[COUNTER_COUNT];
+    atomic_uint_fast64_t latencies[NVS_LANE_COUNT][NVS_LATENCY_BUCKET_COUNT];
 
-    pthread_mutex_t mailbox_lock; /* guards mailbox, memory_calls, stopping and woken */
+    pthread_mutex_t mailbox_lock; /* guards mailbox, cancels, memory_calls, stopping and woken */
     struct lane mailbox[NVS_LANE_COUNT];
+    nvs_request *cancels;
     struct memory_call *memory_calls;
     bool stopping;
     bool woken; /* wake_fd is readable */
@@ -94,6 +133,8 @@ struct nvs_engine {
     struct block **free_blocks; /* a stack */
     struct backend_op **ready;  /* a ring of blocks to submit, oldest first */
     uint32_t queue_depth;
+    uint32_t depth_limit; /* at most that many blocks, for now: the kernel has said EAGAIN */
+    uint32_t depth_credit; /* blocks that came back since it was raised last */
     uint32_t free_count;
     uint32_t ready_head;
     uint32_t ready_count;
@@ -110,13 +151,34 @@ struct nvs_engine {
 void engine_wake(nvs_engine *engine);
 
 /* request.c */
-nvs_request *request_new(const nvs_transfer *transfer);
+nvs_request *request_new(nvs_file *file, int direction, int lane, const nvs_piece *pieces,
+                         size_t piece_count);
+void request_discard(nvs_request *request);
 void request_finish(nvs_request *request);
 void file_fall_back(nvs_file *file, int reason);
+
+/* cut.c: from requests to blocks. */
+
+/* Takes a free block and fills it from the lane's first request. False when memory is short: then
+ * a piece has failed, and nothing was taken. */
+bool cut_block(nvs_engine *engine, struct lane *lane, uint64_t most_nbytes);
+/* The block's next try: from where it has got to its end or, when it is careful, to a span's. */
+void aim_block(struct block *block);
+/* Ends the spans that lie within the progress made. */
+void close_spans(struct block *block);
+/* Ends the span that it stands at, which failed. */
+void fail_span(nvs_engine *engine, struct block *block, int status);
+/* Nothing more is cut from the request. */
+void request_stop(nvs_engine *engine, nvs_request *request, int status);
 
 /* transfer.c: what the I/O thread does in each turn. */
 void start_blocks(nvs_engine *engine);
 void reap_complete(nvs_engine *engine);
+/* Finishes the request if nothing of it is left to do. */
+void settle_request(nvs_engine *engine, nvs_request *request);
+
+/* statistics.c */
+void count_latency(nvs_engine *engine, int lane, int64_t took_ns);
 
 static inline void count(nvs_engine *engine, enum counter which, uint64_t amount)
 {

@@ -21,6 +21,7 @@ enum nvs_error {
     NVS_ERROR_NO_PROGRESS = -10002, /* a transfer succeeded without moving an aligned amount */
     NVS_ERROR_FORKED = -10003,      /* the caller is a forked child; the engine is the parent's */
     NVS_ERROR_CLOSED = -10004,      /* the engine accepts nothing any more */
+    NVS_ERROR_CANCELLED = -10005,   /* dropped before it went to the drive */
 };
 
 typedef struct nvs_engine nvs_engine;
@@ -36,20 +37,20 @@ typedef struct {
     uint32_t thread_count;    /* threads of the posix backend */
 } nvs_options;
 
+/* What a request is made of: bytes of one file, anywhere in memory. */
 typedef struct {
-    nvs_file *file;
     void *memory;
     uint64_t offset_bytes; /* aligned to the file's offset alignment while the file is direct */
     uint64_t nbytes;       /* a direct write also zeroes the extent up to its offset alignment */
-    int32_t direction;
-} nvs_transfer;
+} nvs_piece;
 
 typedef struct {
-    int32_t status;              /* 0, or a negative code */
+    uint64_t piece;              /* its index, as submitted */
+    int32_t status;              /* a negative code: why */
     uint32_t tries;              /* of the failed block, since it last made progress */
     uint64_t done_nbytes;        /* wanted bytes in blocks that succeeded */
     uint64_t error_offset_bytes; /* in the file: where the first failure stopped */
-} nvs_result;
+} nvs_failure;
 
 /* Fields in the order of nvmeswap.stats.EngineStats. */
 typedef struct {
@@ -64,7 +65,12 @@ typedef struct {
     uint64_t error_count;
     uint64_t in_flight_count;
     uint64_t registered_nbytes;
+    uint64_t queue_depth; /* what the kernel granted */
 } nvs_stats;
+
+/* Requests are counted by how long they took, from submit to end: eight buckets for each power of
+ * two of nanoseconds. Bucket i begins at 2^(i / 8) * (1 + i % 8 / 8) ns. */
+enum { NVS_LATENCY_BUCKET_COUNT = 512 };
 
 /* NULL on failure: then *status is the code, and reason says in one line what was refused. */
 nvs_engine *nvs_engine_open(const nvs_options *options, int32_t *status, char *reason,
@@ -75,10 +81,15 @@ nvs_engine *nvs_engine_open(const nvs_options *options, int32_t *status, char *r
  * again. -EINTR: a signal arrived; call again. In a forked child: does nothing, NVS_ERROR_FORKED. */
 int nvs_engine_close(nvs_engine *engine, int64_t timeout_ns);
 
-/* One crossing for any number of transfers: all are accepted, or none. The memory and the file must
- * live until the request is finished. requests[i] is the caller's to release. */
-int nvs_engine_submit(nvs_engine *engine, const nvs_transfer *transfers, size_t count, int32_t lane,
-                      nvs_request **requests);
+/* Starts one request of any number of pieces, in any order; those to be written must not overlap.
+ * Neighbours in the file are moved together. A piece that fails leaves the others alone. The memory
+ * and the file must live until the request is finished; the table need not. *request is the
+ * caller's to release. */
+int nvs_engine_submit(nvs_engine *engine, nvs_file *file, int32_t direction, int32_t lane,
+                      const nvs_piece *pieces, size_t piece_count, nvs_request **request);
+
+/* Drops what has not gone to the drive; the request is finished once the rest has landed. */
+int nvs_engine_cancel(nvs_engine *engine, nvs_request *request);
 
 /* Pins memory for cheaper transfers, in pieces as large as memlock lets through. Returns how many
  * bytes from the start were registered: fewer than asked, or none, is no failure; the rest is moved
@@ -90,6 +101,9 @@ int64_t nvs_engine_register_memory(nvs_engine *engine, void *memory, uint64_t nb
 int nvs_engine_unregister_memory(nvs_engine *engine, void *memory, uint64_t nbytes);
 
 int nvs_engine_stats(nvs_engine *engine, nvs_stats *stats);
+
+/* Fills NVS_LATENCY_BUCKET_COUNT counts. */
+int nvs_engine_latency(nvs_engine *engine, int32_t lane, uint64_t *counts);
 
 /* Replaces the script of an engine opened with one; counting starts anew. -EINVAL: not understood;
  * -ENOTSUP: the engine has no fault backend. */
@@ -109,9 +123,12 @@ void nvs_file_release(nvs_file *file);
 /* 1 or 0, or NVS_ERROR_FORKED. Never blocks. */
 int nvs_request_done(nvs_request *request);
 
-/* 0 with *result filled, -ETIMEDOUT, -EINTR (call again), NVS_ERROR_FORKED. A negative timeout waits
- * for ever. May be repeated, before and after the end. */
-int nvs_request_wait(nvs_request *request, int64_t timeout_ns, nvs_result *result);
+/* 0 with *failure_count filled, -ETIMEDOUT, -EINTR (call again), NVS_ERROR_FORKED. A negative timeout
+ * waits for ever. May be repeated, before and after the end. */
+int nvs_request_wait(nvs_request *request, int64_t timeout_ns, uint64_t *failure_count);
+
+/* Of a finished request: the pieces that failed, in no order. Returns how many were filled in. */
+size_t nvs_request_failures(nvs_request *request, nvs_failure *failures, size_t capacity);
 
 void nvs_request_release(nvs_request *request);
 
@@ -119,3 +136,9 @@ void nvs_request_release(nvs_request *request);
  * say; that does not mean that there is no direct I/O. */
 int nvs_probe_alignment(const char *path, uint32_t *memory_alignment_nbytes,
                         uint32_t *offset_alignment_nbytes);
+
+/* XXH3 (64 bit) of memory, started from `seed`. */
+uint64_t nvs_digest(const void *memory, uint64_t nbytes, uint64_t seed);
+
+/* The same of each piece of memory, from seed 0. */
+void nvs_digest_pieces(const nvs_piece *pieces, size_t piece_count, uint64_t *digests);

@@ -5,12 +5,9 @@
  * to 2.7 times. But 4 MiB in flight cost a pure stream of writes 8 to 14 % of its speed. So the limit
  * holds for a second after each demand: a demand that comes after a quiet second waits for a full
  * queue, some 10 ms, once; that is 1 % of the time at most, and a run whose reads are all foreseen
- * pays nothing. Small operations in the order of the file are 2.5 to 4.5 times as fast as in a random
- * one. */
+ * pays nothing. */
 #include "engine.h"
 #include "split.h"
-
-#include <stdlib.h>
 
 /* A limit that one block fills would leave the drive idle between two. */
 enum { BACKGROUND_BLOCKS = 4 };
@@ -23,39 +20,6 @@ void lane_append(struct lane *lane, struct lane *more)
     *(lane->head ? &lane->tail->next : &lane->head) = more->head;
     lane->tail = more->tail;
     more->head = more->tail = NULL;
-}
-
-static int compare_places(const void *left, const void *right)
-{
-    const nvs_transfer *a = &(*(nvs_request *const *)left)->transfer;
-    const nvs_transfer *b = &(*(nvs_request *const *)right)->transfer;
-    if (a->file != b->file)
-        return (uintptr_t)a->file < (uintptr_t)b->file ? -1 : 1;
-    return a->offset_bytes < b->offset_bytes ? -1 : a->offset_bytes > b->offset_bytes;
-}
-
-size_t lane_fill(struct lane *lane, nvs_request **requests, size_t request_count)
-{
-    /* A copy: the caller's table keeps its order. Without memory for one, any order will do. */
-    nvs_request **order = malloc((request_count + 1) * sizeof *order);
-    size_t queued_count = 0;
-    for (size_t i = 0; i < request_count; i++) {
-        requests[i]->queued = requests[i]->transfer.nbytes > 0;
-        if (!requests[i]->queued)
-            continue;
-        if (order)
-            order[queued_count] = requests[i];
-        else
-            lane_append(lane, &(struct lane){requests[i], requests[i], 0});
-        queued_count++;
-    }
-    if (order) {
-        qsort(order, queued_count, sizeof *order, compare_places);
-        for (size_t i = 0; i < queued_count; i++)
-            lane_append(lane, &(struct lane){order[i], order[i], 0});
-        free(order);
-    }
-    return queued_count;
 }
 
 void lane_remove(struct lane *lane, nvs_request *request)

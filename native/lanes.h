@@ -20,9 +20,6 @@ struct lane {
 /* Moves all of `more` behind what is there. */
 void lane_append(struct lane *lane, struct lane *more);
 
-/* The requests that move anything, in the order of their places in the files. Returns how many. */
-size_t lane_fill(struct lane *lane, nvs_request **requests, size_t request_count);
-
 void lane_remove(struct lane *lane, nvs_request *request);
 
 /* A demand block is on its way, or over. */

@@ -79,21 +79,58 @@ void nvs_file_release(nvs_file *file)
     }
 }
 
-nvs_request *request_new(const nvs_transfer *transfer)
+static int compare_places(const void *left, const void *right)
 {
-    nvs_request *request = calloc(1, sizeof *request);
+    uint64_t a = ((const struct piece *)left)->offset_bytes;
+    uint64_t b = ((const struct piece *)right)->offset_bytes;
+    return a < b ? -1 : a > b;
+}
+
+/* Puts the pieces into the order of their places, unless they are in it. */
+static void sort_pieces(nvs_request *request)
+{
+    size_t i = 1;
+    while (i < request->piece_count
+           && request->pieces[i - 1].offset_bytes <= request->pieces[i].offset_bytes)
+        i++;
+    if (i < request->piece_count)
+        qsort(request->pieces, request->piece_count, sizeof *request->pieces, compare_places);
+}
+
+nvs_request *request_new(nvs_file *file, int direction, int lane, const nvs_piece *pieces,
+                         size_t piece_count)
+{
+    nvs_request *request = calloc(1, sizeof *request + piece_count * sizeof *request->pieces);
     if (!request)
         return NULL;
     request->references = 2;
     request->pid = getpid();
-    request->transfer = *transfer;
-    atomic_fetch_add(&transfer->file->references, 1);
+    request->file = file;
+    request->direction = direction;
+    request->lane = lane;
+    request->piece_count = piece_count;
+    for (size_t i = 0; i < piece_count; i++) {
+        request->pieces[i].memory = pieces[i].memory;
+        request->pieces[i].offset_bytes = pieces[i].offset_bytes;
+        request->pieces[i].nbytes = pieces[i].nbytes;
+        request->pieces[i].index = (uint32_t)i;
+        request->queued |= pieces[i].nbytes > 0;
+    }
+    sort_pieces(request);
+    request->submitted_ns = monotonic_ns();
+    atomic_fetch_add(&file->references, 1);
     return request;
+}
+
+void request_discard(nvs_request *request)
+{
+    nvs_file_release(request->file);
+    free(request);
 }
 
 void request_finish(nvs_request *request)
 {
-    nvs_file_release(request->transfer.file);
+    nvs_file_release(request->file);
     event_set(&request->finished);
     nvs_request_release(request);
 }
@@ -105,14 +142,26 @@ int nvs_request_done(nvs_request *request)
     return (int)atomic_load_explicit(&request->finished, memory_order_acquire);
 }
 
-int nvs_request_wait(nvs_request *request, int64_t timeout_ns, nvs_result *result)
+int nvs_request_wait(nvs_request *request, int64_t timeout_ns, uint64_t *failure_count)
 {
     if (request->pid != getpid())
         return NVS_ERROR_FORKED;
     int rc = event_wait(&request->finished, timeout_ns);
     if (rc == 0)
-        *result = request->result;
+        *failure_count = request->failure_count;
     return rc;
+}
+
+size_t nvs_request_failures(nvs_request *request, nvs_failure *failures, size_t capacity)
+{
+    size_t filled_count = 0;
+    for (size_t i = 0; i < request->piece_count && filled_count < capacity; i++) {
+        const struct piece *piece = &request->pieces[i];
+        if (piece->status != 0)
+            failures[filled_count++] = (nvs_failure){piece->index, piece->status, piece->tries,
+                                                     piece->done_nbytes, piece->error_offset_bytes};
+    }
+    return filled_count;
 }
 
 void nvs_request_release(nvs_request *request)

@@ -1,4 +1,4 @@
-/* The I/O thread's work: cut requests into blocks, submit them, judge what comes back.
+/* The I/O thread's work: submit blocks, judge what comes back.
  *
  * A block is in one of three places: the stack of free ones, the ready ring, or the backend. It
  * leaves its request only when it is finished or has failed for good, and a request is finished when
@@ -9,8 +9,6 @@
 
 #include <assert.h>
 #include <errno.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/stat.h>
 
 /* Small blocks go to the kernel a few at a time, so that the disk starts before the queue is full:
@@ -20,34 +18,18 @@ enum { SUBMIT_BATCH = 8 };
 enum { REAP_BATCH = 8 };
 /* Tries of one block without progress. Arbitrary; with the pause between tries at least 0.1 s when nothing else completes. */
 enum { TRY_LIMIT = 100 };
-/* Up to here copying a block costs no more than a block of its own for the tail (about 7 us). */
-enum { TAIL_CUT_NBYTES = 65536 };
+/* Blocks that must come back for the depth to be raised by one, after EAGAIN lowered it. Arbitrary. */
+enum { DEPTH_CREDIT = 16 };
 static const int64_t PAUSE_NS = 1000000;
-static const size_t BOUNCE_ALIGNMENT_NBYTES = 4096;
 
-static void settle_request(nvs_engine *engine, nvs_request *request)
+void settle_request(nvs_engine *engine, nvs_request *request)
 {
     if (request->in_flight_count > 0 || request->queued)
         return;
-    if (request->result.status != 0)
-        count(engine, ERRORS, 1);
+    count(engine, ERRORS, request->failure_count);
     count(engine, IN_FLIGHT, (uint64_t)-1);
+    count_latency(engine, request->lane, monotonic_ns() - request->submitted_ns);
     request_finish(request);
-}
-
-/* The first failure is the request's; what was not yet cut of it is dropped. */
-static void fail_request(nvs_engine *engine, struct block *block, int status)
-{
-    nvs_request *request = block->request;
-    if (request->result.status != 0)
-        return;
-    request->result.status = status;
-    request->result.tries = block->tries;
-    request->result.error_offset_bytes = block->offset_bytes + block->done_nbytes;
-    if (request->queued) {
-        lane_remove(&engine->lanes[request->lane], request);
-        request->queued = false;
-    }
 }
 
 static void retire_block(nvs_engine *engine, struct block *block)
@@ -61,29 +43,9 @@ static void retire_block(nvs_engine *engine, struct block *block)
     settle_request(engine, request);
 }
 
-static void fail_block(nvs_engine *engine, struct block *block, int status)
-{
-    fail_request(engine, block, status);
-    retire_block(engine, block);
-}
-
-static void finish_block(nvs_engine *engine, struct block *block)
-{
-    if (block->bounced && block->op.direction == NVS_READ)
-        memcpy(block->memory, block->bounce, block->wanted_nbytes);
-    block->request->result.done_nbytes += block->wanted_nbytes;
-    retire_block(engine, block);
-}
-
 static void make_ready(nvs_engine *engine, struct block *block)
 {
-    const nvs_transfer *transfer = &block->request->transfer;
-    char *memory = block->bounced ? block->bounce : block->memory;
-    block->op.fd = transfer->file->fd;
-    block->op.direction = transfer->direction;
-    block->op.memory = memory + block->done_nbytes;
-    block->op.offset_bytes = block->offset_bytes + block->done_nbytes;
-    block->op.nbytes = block->length_nbytes - block->done_nbytes;
+    aim_block(block);
     uint32_t tail = (engine->ready_head + engine->ready_count) % engine->queue_depth;
     engine->ready[tail] = &block->op;
     engine->ready_count++;
@@ -95,76 +57,23 @@ static void retry_block(nvs_engine *engine, struct block *block)
     make_ready(engine, block);
 }
 
-/* What O_DIRECT would refuse passes through memory of ours, padded up to the alignment. */
-static bool set_up_bounce(nvs_engine *engine, struct block *block)
+/* After spans were closed or failed: what is left of the block, if anything, goes on. */
+static void go_on(nvs_engine *engine, struct block *block)
 {
-    const nvs_file *file = block->request->transfer.file;
-    uint32_t alignment_nbytes = file->offset_alignment_nbytes;
-    block->length_nbytes = block->wanted_nbytes;
-    block->bounced = file->direct
-                     && ((uintptr_t)block->memory % file->memory_alignment_nbytes != 0
-                         || block->wanted_nbytes % alignment_nbytes != 0);
-    if (!block->bounced)
-        return true;
-    if (!block->bounce
-        && posix_memalign((void **)&block->bounce, BOUNCE_ALIGNMENT_NBYTES, engine->block_nbytes) != 0) {
-        block->bounce = NULL;
-        return false;
-    }
-    block->length_nbytes = (uint32_t)round_up(block->wanted_nbytes, alignment_nbytes);
-    if (block->request->transfer.direction == NVS_WRITE) {
-        memcpy(block->bounce, block->memory, block->wanted_nbytes);
-        memset(block->bounce + block->wanted_nbytes, 0, block->length_nbytes - block->wanted_nbytes);
-    }
-    count(engine, BOUNCED, block->wanted_nbytes);
-    return true;
-}
-
-/* Of a long last block of odd length only the tail is worth a copy: the rest goes in place. */
-static bool ends_in_a_tail(const nvs_file *file, const char *memory, uint32_t nbytes)
-{
-    return file->direct && nbytes > TAIL_CUT_NBYTES && nbytes % file->offset_alignment_nbytes != 0
-           && (uintptr_t)memory % file->memory_alignment_nbytes == 0;
-}
-
-/* Where registered pieces of memory meet, blocks are cut too, unless that misaligns the next. */
-static uint32_t next_nbytes(const nvs_engine *engine, const nvs_request *request, const char *memory,
-                            uint64_t most_nbytes)
-{
-    uint32_t nbytes =
-        split_next_nbytes(request->transfer.nbytes, request->cut_nbytes, most_nbytes);
-    uint32_t alignment_nbytes = request->transfer.file->offset_alignment_nbytes;
-    if (ends_in_a_tail(request->transfer.file, memory, nbytes))
-        nbytes = (uint32_t)round_down(nbytes, alignment_nbytes);
-    uint32_t span_nbytes = (uint32_t)memory_table_span(&engine->memory_table, memory, nbytes);
-    return span_nbytes % alignment_nbytes == 0 ? span_nbytes : nbytes;
-}
-
-static void cut_block(nvs_engine *engine, struct lane *lane, uint64_t most_nbytes)
-{
-    nvs_request *request = lane->head;
-    const nvs_transfer *transfer = &request->transfer;
-    struct block *block = engine->free_blocks[--engine->free_count];
-    block->request = request;
-    block->memory = (char *)transfer->memory + request->cut_nbytes;
-    block->offset_bytes = transfer->offset_bytes + request->cut_nbytes;
-    block->wanted_nbytes = next_nbytes(engine, request, block->memory, most_nbytes);
-    block->done_nbytes = 0;
     block->tries = 0;
-    request->cut_nbytes += block->wanted_nbytes;
-    request->in_flight_count++;
-    lane->in_flight_nbytes += block->wanted_nbytes;
-    if (request->lane == NVS_DEMAND)
-        lane_note_demand(engine);
-    if (request->cut_nbytes == transfer->nbytes) {
-        lane_remove(lane, request);
-        request->queued = false;
-    }
-    count(engine, BLOCKS, 1);
-    if (set_up_bounce(engine, block))
-        make_ready(engine, block);
+    if (block->span_at == block->span_count)
+        retire_block(engine, block);
     else
-        fail_block(engine, block, -ENOMEM);
+        make_ready(engine, block);
+}
+
+static void fail_block(nvs_engine *engine, struct block *block, int status)
+{
+    if (!block->careful && block->span_count - block->span_at > 1)
+        block->careful = true;
+    else
+        fail_span(engine, block, status);
+    go_on(engine, block);
 }
 
 static struct block *block_of(nvs_engine *engine, const struct backend_op *op)
@@ -189,6 +98,21 @@ static uint32_t batch_count(const nvs_engine *engine)
     return batch < SUBMIT_BATCH ? batch : SUBMIT_BATCH;
 }
 
+/* The kernel is short of something. What is in its hands now is what it can bear. */
+static void lower_depth(nvs_engine *engine)
+{
+    engine->depth_limit = engine->in_backend_count > 1 ? engine->in_backend_count : 1;
+    engine->depth_credit = 0;
+}
+
+static void raise_depth(nvs_engine *engine)
+{
+    if (engine->depth_limit == engine->queue_depth || ++engine->depth_credit < DEPTH_CREDIT)
+        return;
+    engine->depth_limit++;
+    engine->depth_credit = 0;
+}
+
 /* A backend that is busy will take more once something completes. If nothing is in flight, nothing
  * will, so tries are counted then, and the next reap is a pause. */
 static void refuse_batch(nvs_engine *engine, int rc)
@@ -196,6 +120,8 @@ static void refuse_batch(nvs_engine *engine, int rc)
     bool busy = rc == -EAGAIN || rc == -EINTR;
     struct block *block = block_of(engine, engine->ready[engine->ready_head]);
     engine->paused = busy;
+    if (rc == -EAGAIN)
+        lower_depth(engine);
     if (busy && (engine->in_backend_count > 0 || block->tries < TRY_LIMIT)) {
         count(engine, RETRIES, 1);
         if (engine->in_backend_count == 0)
@@ -214,7 +140,7 @@ static uint32_t tagged_count(nvs_engine *engine, struct backend_op **ops, uint32
     uint32_t tagged = 0;
     for (; tagged < batch; tagged++) {
         struct block *block = block_of(engine, ops[tagged]);
-        const nvs_file *file = block->request->transfer.file;
+        const nvs_file *file = block->request->file;
         block->tag_count = 0;
         if (file->tag_count == 0)
             continue;
@@ -227,12 +153,24 @@ static uint32_t tagged_count(nvs_engine *engine, struct backend_op **ops, uint32
     return tagged;
 }
 
+static int find_memory_index(nvs_engine *engine, const struct backend_op *op)
+{
+    struct memory_table *table = &engine->memory_table;
+    int index = memory_table_find(table, op->vectors[0].iov_base, op->vectors[0].iov_len);
+    for (uint32_t i = 1; i < op->vector_count && index >= 0; i++)
+        if (memory_table_find(table, op->vectors[i].iov_base, op->vectors[i].iov_len) != index)
+            index = -1;
+    return index;
+}
+
 static void prepare_op(nvs_engine *engine, struct backend_op *op)
 {
     struct block *block = block_of(engine, op);
-    nvs_file *file = block->request->transfer.file;
+    nvs_file *file = block->request->file;
     block->direct = file->direct;
-    op->memory_index = memory_table_find(&engine->memory_table, op->memory, op->nbytes);
+    op->fd = file->fd;
+    op->direction = block->request->direction;
+    op->memory_index = find_memory_index(engine, op);
     op->file_index = file_table_index(engine, file);
 }
 
@@ -260,6 +198,11 @@ static bool submit_ready(nvs_engine *engine)
     return !engine->paused;
 }
 
+static bool has_room(const nvs_engine *engine)
+{
+    return engine->free_count > 0 && engine->queue_depth - engine->free_count < engine->depth_limit;
+}
+
 /* Batch by batch, so that copying into bounce buffers overlaps with the disk's work. */
 void start_blocks(nvs_engine *engine)
 {
@@ -267,10 +210,11 @@ void start_blocks(nvs_engine *engine)
     do {
         uint64_t most_nbytes;
         lane = NULL;
-        while (engine->ready_count < SUBMIT_BATCH && engine->free_count > 0
+        while (engine->ready_count < SUBMIT_BATCH && has_room(engine)
                && (lane = lane_choose(engine, &most_nbytes)))
-            cut_block(engine, lane, most_nbytes);
-    } while (submit_ready(engine) && lane && engine->free_count > 0);
+            if (cut_block(engine, lane, most_nbytes))
+                make_ready(engine, engine->free_blocks[engine->free_count]);
+    } while (submit_ready(engine) && lane && has_room(engine));
 }
 
 static void count_moved(nvs_engine *engine, const struct block *block)
@@ -285,17 +229,19 @@ static int stuck_status(const struct block *block)
 {
     struct stat facts;
     if (block->op.direction == NVS_READ && fstat(block->op.fd, &facts) == 0
-        && (uint64_t)facts.st_size < block->offset_bytes + block->wanted_nbytes)
+        && (uint64_t)facts.st_size < block->op.offset_bytes + block->op.nbytes)
         return NVS_ERROR_END_OF_FILE;
     return NVS_ERROR_NO_PROGRESS;
 }
 
 static void judge_error(nvs_engine *engine, struct block *block, int status)
 {
-    nvs_file *file = block->request->transfer.file;
+    nvs_file *file = block->request->file;
     bool again = status == -EAGAIN || status == -EINTR;
     if (again && block->tries < TRY_LIMIT) {
         engine->paused = true;
+        if (status == -EAGAIN)
+            lower_depth(engine);
         retry_block(engine, block);
     } else if (status == -EINVAL && block->direct && file->direct_mode == NVS_DIRECT_PREFER) {
         /* The block was aligned, so it is direct I/O itself that the filesystem refuses, although it
@@ -314,26 +260,22 @@ static void judge_block(nvs_engine *engine, struct block *block)
         judge_error(engine, block, (int)block->op.result);
         return;
     }
-    assert((uint64_t)block->op.result <= block->length_nbytes - block->done_nbytes);
+    assert((uint64_t)block->op.result <= block->aim_nbytes - block->done_nbytes);
     count_moved(engine, block);
     /* A read may stop at the end of the file, as long as that lies in the padding. */
-    uint32_t needed_nbytes =
-        block->op.direction == NVS_READ ? block->wanted_nbytes : block->length_nbytes;
-    uint32_t alignment_nbytes =
-        block->direct ? block->request->transfer.file->offset_alignment_nbytes : 1;
-    switch (split_progress(&block->done_nbytes, (uint64_t)block->op.result, needed_nbytes,
-                           alignment_nbytes)) {
-    case SPLIT_FINISHED:
-        finish_block(engine, block);
-        break;
-    case SPLIT_RESUME:
-        block->tries = 0;
-        retry_block(engine, block);
-        break;
-    case SPLIT_STUCK:
+    bool is_read = block->op.direction == NVS_READ;
+    uint32_t needed_nbytes = block->aim_nbytes - (is_read ? block->aim_padding_nbytes : 0);
+    uint32_t alignment_nbytes = block->direct ? block->request->file->offset_alignment_nbytes : 1;
+    enum split_verdict verdict = split_progress(&block->done_nbytes, (uint64_t)block->op.result,
+                                                needed_nbytes, alignment_nbytes);
+    close_spans(block);
+    if (verdict == SPLIT_STUCK) {
         fail_block(engine, block, stuck_status(block));
-        break;
+        return;
     }
+    if (verdict == SPLIT_RESUME)
+        count(engine, RETRIES, 1);
+    go_on(engine, block);
 }
 
 void reap_complete(nvs_engine *engine)
@@ -346,6 +288,7 @@ void reap_complete(nvs_engine *engine)
         struct block *block = block_of(engine, complete[i]);
         engine->in_backend_count--;
         engine->tags_in_use -= block->tag_count;
+        raise_depth(engine);
         judge_block(engine, block);
     }
 }

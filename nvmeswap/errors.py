@@ -162,6 +162,10 @@ class SwapChecksumError(SwapReadError):
     """Bytes were read, but they are not those that were written."""
 
 
+class SwapCancelledError(SwapIOError):
+    """A transfer was dropped by `Request.cancel` before it went to the drive."""
+
+
 class SwapSpaceError(SwapWriteError):
     """The filesystem is full: `wanted_nbytes` were needed, `got_nbytes` are free."""
 

@@ -3,13 +3,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LaneLatency:
+    """How long the requests of one lane took, from submission to the end, waiting behind others
+    included. Percentiles are the upper ends of buckets an eighth of a power of two wide; 0 without
+    requests."""
+
+    count: int
+    p50_s: float
+    p99_s: float
+    max_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """One engine since it was opened. Byte counts are bytes moved by the kernel, padding
-    included; `registered_nbytes` is memory pinned for it now."""
+    included; `request_count` is calls, however many pieces each had; `registered_nbytes` is memory
+    pinned for it now; `queue_depth` is what the kernel granted; `lanes` is by lane name."""
 
     read_direct_nbytes: int
     read_buffered_nbytes: int
@@ -22,6 +36,8 @@ class EngineStats:
     error_count: int
     in_flight_count: int
     registered_nbytes: int
+    queue_depth: int
+    lanes: Mapping[str, LaneLatency]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from nvmeswap.io.engine import Engine
 from nvmeswap.io.filesystem import BufferedFallbackWarning, FilesystemWarning
 from nvmeswap.io.probe import FolderProbe, Refusal, probe_folder
 from nvmeswap.io.request import Request
-from nvmeswap.io.transfer import Direction, DirectMode, File, Lane, Transfer
+from nvmeswap.io.transfer import Direction, DirectMode, File, Lane
 
 __all__ = [
     "BufferedFallbackWarning",
@@ -24,7 +24,6 @@ __all__ = [
     "Lane",
     "Refusal",
     "Request",
-    "Transfer",
     "padded_nbytes",
     "probe_folder",
 ]

@@ -19,13 +19,13 @@ from nvmeswap.errors import SwapPathError, SwapTimeoutError, SwapUsageError
 from nvmeswap.io import native
 from nvmeswap.io.filesystem import warn_buffered
 from nvmeswap.io.request import Request
-from nvmeswap.io.transfer import Direction, DirectMode, File, Lane, Transfer
-from nvmeswap.stats import EngineStats
+from nvmeswap.io.transfer import Direction, DirectMode, File, Lane, pieces_of
+from nvmeswap.stats import EngineStats, LaneLatency
 
 if TYPE_CHECKING:
-    from nvmeswap._native import EngineHandle
+    from nvmeswap._native import EngineHandle, RequestHandle
 
-__all__ = ["DirectMode", "Direction", "Engine", "File", "Lane", "Transfer"]
+__all__ = ["DirectMode", "Direction", "Engine", "File", "Lane"]
 
 _BLOCK_MULTIPLE_NBYTES = 4096
 # Demand reads took 2.2 to 2.7 times their idle time behind it, 1.7 to 1.9 behind half of it, which
@@ -43,7 +43,7 @@ class Engine:
 
     One I/O thread of its own cuts requests into blocks, keeps up to `queue_depth` of them in the
     kernel across all requests, and resumes, retries or fails them. Callers get one `Request` for
-    each transfer.
+    each call.
 
         with Engine() as engine:
             file = engine.open(path)                      # an existing file, large enough
@@ -139,31 +139,37 @@ class Engine:
         self, file: File, offset_bytes: int, buffer: torch.Tensor, *, lane: Lane = Lane.DEMAND
     ) -> Request:
         """Start filling `buffer` from the file."""
-        transfer = Transfer(file, Direction.READ, offset_bytes, buffer)
-        return self.submit_many([transfer], lane=lane)[0]
+        return self._start(file, Direction.READ, (offset_bytes,), (buffer,), lane)
 
     def write(
         self, file: File, offset_bytes: int, buffer: torch.Tensor, *, lane: Lane = Lane.DEMAND
     ) -> Request:
         """Start writing `buffer` to the file."""
-        transfer = Transfer(file, Direction.WRITE, offset_bytes, buffer)
-        return self.submit_many([transfer], lane=lane)[0]
+        return self._start(file, Direction.WRITE, (offset_bytes,), (buffer,), lane)
 
-    def submit_many(self, transfers: Sequence[Transfer], *, lane: Lane) -> list[Request]:
-        """Start any number of transfers at the cost of one call; all start, or none."""
-        self._require_own_process()
-        for transfer in transfers:
-            _check_transfer(transfer)
-        with self._lock:
-            self._require_open()
-            handles = native.submit(self._handle, transfers, lane)
-            requests = [
-                Request(handle, transfer, self)
-                for handle, transfer in zip(handles, transfers, strict=True)
-            ]
-            self._in_flight.update(dict.fromkeys(requests))
-        self._prune()
-        return requests
+    def read_many(
+        self,
+        file: File,
+        offsets_bytes: Sequence[int],
+        buffers: Sequence[torch.Tensor],
+        *,
+        lane: Lane = Lane.DEMAND,
+    ) -> Request:
+        """Start filling each buffer from its offset, in one call. They are moved in the order of
+        the file, and neighbours there together. One that fails leaves the others alone."""
+        return self._start(file, Direction.READ, offsets_bytes, buffers, lane)
+
+    def write_many(
+        self,
+        file: File,
+        offsets_bytes: Sequence[int],
+        buffers: Sequence[torch.Tensor],
+        *,
+        lane: Lane = Lane.DEMAND,
+    ) -> Request:
+        """Start writing each buffer to its offset, in one call, as `read_many` does. The places
+        must not overlap."""
+        return self._start(file, Direction.WRITE, offsets_bytes, buffers, lane)
 
     def register_memory(self, memory: torch.Tensor) -> int:
         """Pin memory for the backend, so that its transfers cost less CPU; returns how many bytes
@@ -198,7 +204,12 @@ class Engine:
         self._require_own_process()
         with self._lock:
             self._require_open()
-            return native.engine_stats(self._handle)
+            counters = native.engine_counters(self._handle)
+            lanes = {
+                lane.name.lower(): _latency(native.engine_latencies(self._handle, lane))
+                for lane in Lane
+            }
+        return EngineStats(**counters, lanes=lanes)
 
     def inject(self, fault_script: str) -> None:
         """For tests: replace the script of an engine opened with `fault_script` or as "fault".
@@ -237,6 +248,13 @@ class Engine:
             fix="close again; if it never ends, see `dmesg` for the drive's state",
         )
 
+    def cancel(self, request: RequestHandle) -> None:
+        """For request.py: drop what has not gone to the drive."""
+        self._require_own_process()
+        with self._lock:
+            if self._accepting:
+                native.cancel(self._handle, request)
+
     def forget(self, request: Request) -> None:
         """For request.py: it is over, so its buffer may go."""
         self._in_flight.pop(request, None)
@@ -251,6 +269,24 @@ class Engine:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _start(
+        self,
+        file: File,
+        direction: Direction,
+        offsets_bytes: Sequence[int],
+        buffers: Sequence[torch.Tensor],
+        lane: Lane,
+    ) -> Request:
+        self._require_own_process()
+        pieces = pieces_of(file, offsets_bytes, buffers)
+        with self._lock:
+            self._require_open()
+            handle = native.submit(self._handle, file.handle, direction, lane, pieces)
+            request = Request(handle, self, file, direction, pieces, buffers)
+            self._in_flight[request] = None
+        self._prune()
+        return request
 
     def _when_forgotten(self, timeout_s: float) -> weakref.finalize[..., Engine]:
         return weakref.finalize(self, _close_forgotten, self._handle, self._in_flight,
@@ -272,20 +308,16 @@ class Engine:
             raise native.closed_error("the engine")
 
 
-def _check_transfer(transfer: Transfer) -> None:
-    buffer, file, offset_bytes = transfer.buffer, transfer.file, transfer.offset_bytes
-    if not isinstance(buffer, torch.Tensor) or buffer.device.type != "cpu":
-        raise SwapUsageError("a buffer must be a CPU tensor", path=file.path, fix="copy it first")
-    if buffer.layout is not torch.strided or not buffer.is_contiguous():
-        raise SwapUsageError("a buffer must be contiguous", path=file.path,
-                             fix="pass buffer.contiguous(), or a flat view")
-    if not 0 <= offset_bytes <= (1 << 63) - 1 - buffer.nbytes:
-        raise SwapUsageError(f"offset {offset_bytes} is out of range", path=file.path)
-    if offset_bytes % file.offset_alignment_nbytes and file.direct:
-        raise SwapUsageError(
-            f"offset {offset_bytes} of a direct file is not aligned", path=file.path,
-            fix=f"place extents at multiples of {file.offset_alignment_nbytes}",
-        )
+def _latency(buckets: list[tuple[float, int]]) -> LaneLatency:
+    total = sum(count for _, count in buckets)
+    reached = 0
+    upper_s: list[float] = []  # of the buckets that hold the median, the 99th percentile, the last
+    for begin_s, count in buckets:
+        reached += count
+        while len(upper_s) < 3 and reached >= (0.5, 0.99, 1.0)[len(upper_s)] * total:
+            upper_s.append(begin_s * 9 / 8)
+    p50_s, p99_s, max_s = upper_s or (0.0, 0.0, 0.0)
+    return LaneLatency(total, p50_s, p99_s, max_s)
 
 
 def _open_descriptor(path: Path, direct: DirectMode) -> tuple[int, DirectMode]:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from nvmeswap._native import ffi, lib
 from nvmeswap.errors import (
+    SwapCancelledError,
     SwapClosedError,
     SwapConfigError,
     SwapError,
@@ -24,11 +27,14 @@ from nvmeswap.errors import (
     SwapUsageError,
     SwapWriteError,
 )
-from nvmeswap.stats import EngineStats
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from nvmeswap._native import EngineHandle, FileHandle, RequestHandle
-    from nvmeswap.io.transfer import Transfer
+
+    Pieces = npt.NDArray[np.uint64]
+    """One row a piece: address, offset_bytes, nbytes (nvs_piece in native/interface.h)."""
 
 _REASON_NBYTES = 256
 _FOREVER_NS = -1
@@ -37,11 +43,13 @@ _CAUSES = {
     lib.NVS_ERROR_END_OF_FILE: "the file ends within the wanted bytes",
     lib.NVS_ERROR_NO_PROGRESS: "a transfer succeeded without moving anything",
 }
+_LATENCY_BUCKET_COUNT = int(lib.NVS_LATENCY_BUCKET_COUNT)
 
 
-class Result(NamedTuple):
-    """How a request ended: status 0, or a negative code."""
+class Failure(NamedTuple):
+    """How a piece of a request failed: its index, and a negative code."""
 
+    piece: int
     status: int
     tries: int
     done_nbytes: int
@@ -128,19 +136,19 @@ def close_engine(handle: EngineHandle, timeout_s: float) -> bool:
     return True
 
 
-def submit(handle: EngineHandle, transfers: Sequence[Transfer], lane: int) -> list[RequestHandle]:
-    count = len(transfers)
-    table = ffi.new("nvs_transfer[]", count)
-    requests = ffi.new("nvs_request *[]", count)
-    for entry, transfer in zip(table, transfers, strict=True):
-        buffer = transfer.buffer
-        entry.file = transfer.file.handle
-        entry.memory = ffi.cast("void *", buffer.data_ptr())
-        entry.offset_bytes = transfer.offset_bytes
-        entry.nbytes = buffer.nbytes
-        entry.direction = transfer.direction
-    _check(lib.nvs_engine_submit(handle, table, count, lane, requests), "submitting transfers")
-    return [ffi.gc(request, lib.nvs_request_release) for request in requests]
+def submit(
+    handle: EngineHandle, file: FileHandle, direction: int, lane: int, pieces: Pieces
+) -> RequestHandle:
+    request = ffi.new("nvs_request **")
+    table = ffi.from_buffer("nvs_piece[]", pieces)
+    code = lib.nvs_engine_submit(handle, file, direction, lane, table, len(pieces), request)
+    _check(code, "submitting transfers")
+    made: RequestHandle = request[0]
+    return ffi.gc(made, lib.nvs_request_release)
+
+
+def cancel(handle: EngineHandle, request: RequestHandle) -> None:
+    _check(lib.nvs_engine_cancel(handle, request), "cancelling a request")
 
 
 def register_memory(handle: EngineHandle, address: int, nbytes: int) -> int:
@@ -154,10 +162,21 @@ def unregister_memory(handle: EngineHandle, address: int, nbytes: int) -> None:
     _check(lib.nvs_engine_unregister_memory(handle, memory, nbytes), "unregistering memory")
 
 
-def engine_stats(handle: EngineHandle) -> EngineStats:
+def engine_counters(handle: EngineHandle) -> dict[str, int]:
     stats = ffi.new("nvs_stats *")
     _check(lib.nvs_engine_stats(handle, stats), "reading statistics")
-    return EngineStats(**{name: getattr(stats, name) for name in EngineStats.__dataclass_fields__})
+    return {name: getattr(stats, name) for name in dir(stats)}
+
+
+def engine_latencies(handle: EngineHandle, lane: int) -> list[tuple[float, int]]:
+    """(where the bucket begins, in seconds; how many requests) of each bucket that has any."""
+    counts = ffi.new("uint64_t[]", _LATENCY_BUCKET_COUNT)
+    _check(lib.nvs_engine_latency(handle, lane, counts), "reading latencies")
+    return [
+        (2.0 ** (bucket // 8) * (1 + bucket % 8 / 8) * 1e-9, counts[bucket])
+        for bucket in range(_LATENCY_BUCKET_COUNT)
+        if counts[bucket]
+    ]
 
 
 def inject(handle: EngineHandle, fault_script: str) -> None:
@@ -204,25 +223,37 @@ def request_done(handle: RequestHandle) -> bool:
     return bool(_check(lib.nvs_request_done(handle), "asking for a request"))
 
 
-def wait_request(handle: RequestHandle, timeout_s: float | None) -> Result | None:
-    """Blocks without the GIL; None when the time is over."""
-    out = ffi.new("nvs_result *")
+def wait_request(handle: RequestHandle, timeout_s: float | None) -> list[Failure] | None:
+    """Blocks without the GIL. The failed pieces by index; None when the time is over."""
+    out = ffi.new("uint64_t *")
     code = _repeat_on_signal(lambda ns: lib.nvs_request_wait(handle, ns, out), timeout_s)
     if code == -errno.ETIMEDOUT:
         return None
     _check(code, "waiting for a request")
-    return Result(out.status, out.tries, out.done_nbytes, out.error_offset_bytes)
+    if out[0] == 0:
+        return []
+    table = ffi.new("nvs_failure[]", out[0])
+    count = lib.nvs_request_failures(handle, table, out[0])
+    return sorted(
+        Failure(each.piece, each.status, each.tries, each.done_nbytes, each.error_offset_bytes)
+        for each in table[0:count]
+    )
 
 
 def transfer_error(
-    result: Result, *, is_write: bool, path: Path, offset_bytes: int, nbytes: int
+    failure: Failure, *, is_write: bool, path: Path, offset_bytes: int, nbytes: int
 ) -> SwapError:
-    """The error that a failed request raises."""
-    code = None if result.status in _CAUSES else -result.status
-    cause = _CAUSES.get(result.status, "")
-    cause += f"{': ' if cause else ''}at offset {result.error_offset_bytes:_}"
-    if result.tries > 1:
-        cause += f" after {result.tries} tries"
+    """The error that a failed piece raises."""
+    if failure.status == lib.NVS_ERROR_CANCELLED:
+        return SwapCancelledError(
+            "a transfer was cancelled", path=path, offset_bytes=offset_bytes,
+            wanted_nbytes=nbytes, got_nbytes=failure.done_nbytes,
+        )
+    code = None if failure.status in _CAUSES else -failure.status
+    cause = _CAUSES.get(failure.status, "")
+    cause += f"{': ' if cause else ''}at offset {failure.error_offset_bytes:_}"
+    if failure.tries > 1:
+        cause += f" after {failure.tries} tries"
     if is_write and code in (errno.ENOSPC, errno.EDQUOT):
         return SwapSpaceError(
             f"{nbytes:_} bytes were not written: no space",
@@ -235,14 +266,14 @@ def transfer_error(
         return SwapWriteError(
             f"{nbytes:_} bytes were not written",
             path=path, offset_bytes=offset_bytes, wanted_nbytes=nbytes,
-            got_nbytes=result.done_nbytes, errno=code, cause=cause,
+            got_nbytes=failure.done_nbytes, errno=code, cause=cause,
             intact="the source in memory",
             fix="see `dmesg` for the drive's state; retry, or use another folder",
         )
     return SwapReadError(
         f"{nbytes:_} bytes were not read",
         path=path, offset_bytes=offset_bytes, wanted_nbytes=nbytes,
-        got_nbytes=result.done_nbytes, errno=code, cause=cause,
+        got_nbytes=failure.done_nbytes, errno=code, cause=cause,
         fix="see `dmesg` for the drive's state; retry, or resume from a checkpoint",
     )
 
@@ -253,3 +284,19 @@ def _free_nbytes(path: Path) -> int | None:
     except OSError:
         return None
     return facts.f_bavail * facts.f_frsize
+
+
+# --- checksums -----------------------------------------------------------------------------------
+
+
+def digest(address: int, nbytes: int, seed: int) -> int:
+    return int(lib.nvs_digest(ffi.cast("void *", address), nbytes, seed))
+
+
+def digest_pieces(pieces: Pieces) -> list[int]:
+    digests = np.empty(len(pieces), np.uint64)
+    lib.nvs_digest_pieces(
+        ffi.from_buffer("nvs_piece[]", pieces), len(pieces),
+        ffi.from_buffer("uint64_t[]", digests, require_writable=True),
+    )
+    return [int(each) for each in digests]

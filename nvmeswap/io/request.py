@@ -1,12 +1,15 @@
-"""The future of one transfer."""
+"""The future of a request: one transfer, or many that were started together."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from nvmeswap.errors import SwapTimeoutError
+import torch
+
+from nvmeswap.errors import SwapError, SwapTimeoutError
 from nvmeswap.io import native
-from nvmeswap.io.transfer import Direction, Transfer
+from nvmeswap.io.transfer import Direction, File
 
 if TYPE_CHECKING:
     from nvmeswap._native import RequestHandle
@@ -14,66 +17,95 @@ if TYPE_CHECKING:
 
 
 class Request:
-    """One transfer under way, made by `Engine.read`, `Engine.write` and `Engine.submit_many`.
+    """Pieces of one file under way, made by `Engine.read`, `read_many`, `write` and `write_many`.
 
-    `nbytes`: how much is moved.
+    `nbytes`: how much is moved in all.
 
-    Ownership: buffer, file and engine stay alive until the transfer is over, even if this object
-    and all other references to them are dropped. Until then the buffer of a read must not be used,
-    and that of a write must not be changed.
+    Ownership: buffers, file and engine stay alive until the request is over, even if this object
+    and all other references to them are dropped. Until then the buffers of a read must not be used,
+    and those of a write must not be changed.
     Threads: any; several may wait for one request.
     """
 
-    def __init__(self, handle: RequestHandle, transfer: Transfer, engine: Engine) -> None:
-        self.nbytes: int = transfer.buffer.nbytes
+    def __init__(
+        self,
+        handle: RequestHandle,
+        engine: Engine,
+        file: File,
+        direction: Direction,
+        pieces: native.Pieces,
+        buffers: Sequence[torch.Tensor],
+    ) -> None:
+        self.nbytes = int(pieces[:, 2].sum())
         self._handle = handle
-        self._file = transfer.file
-        self._direction = transfer.direction
-        self._offset_bytes = transfer.offset_bytes
-        self._held: tuple[Transfer, Engine] | None = (transfer, engine)
-        self._result: native.Result | None = None
+        self._file = file
+        self._direction = direction
+        self._pieces = pieces
+        self._held: tuple[Engine, Sequence[torch.Tensor]] | None = (engine, buffers)
+        self._failures: list[native.Failure] | None = None
 
     def done(self) -> bool:
         """Is it over, well or badly? Never blocks. Raises SwapForkError in a forked child."""
-        if self._result is None and not native.request_done(self._handle):
+        if self._failures is None and not native.request_done(self._handle):
             return False
         self._let_go()
         return True
 
     def wait(self, timeout_s: float | None = 60.0) -> None:
-        """Block, without the GIL, until the transfer is over; None waits for ever.
+        """Block, without the GIL, until every piece is over; None waits for ever.
 
         May be repeated: after a timeout it goes on waiting, after the end it answers the same.
 
-        Raises: SwapTimeoutError when the time is over (the transfer goes on); SwapReadError,
-        SwapWriteError or SwapSpaceError when it failed; SwapForkError in a forked child.
+        Raises: SwapTimeoutError when the time is over (the request goes on); SwapReadError,
+        SwapWriteError, SwapSpaceError or SwapCancelledError of the first piece that failed, when
+        one did; SwapForkError in a forked child.
         """
-        if self._result is None:
-            self._result = native.wait_request(self._handle, timeout_s)
-            if self._result is None:
+        if self._wait(timeout_s):
+            raise self._error(self._wait(timeout_s)[0])
+
+    def failed(self, timeout_s: float | None = 60.0) -> dict[int, SwapError]:
+        """Wait, and return the error of each piece that failed, by its index."""
+        return {failure.piece: self._error(failure) for failure in self._wait(timeout_s)}
+
+    def cancel(self) -> None:
+        """Drop what has not gone to the drive; the request is over when the rest has landed.
+
+        Never blocks. Pieces dropped fail with SwapCancelledError. No effect once it is over.
+        """
+        held = self._held
+        if held is not None:
+            held[0].cancel(self._handle)
+
+    def _wait(self, timeout_s: float | None) -> list[native.Failure]:
+        if self._failures is None:
+            self._failures = native.wait_request(self._handle, timeout_s)
+            if self._failures is None:
                 raise self._timeout_error(timeout_s)
             self._let_go()
-        if self._result.status != 0:
-            raise native.transfer_error(
-                self._result,
-                is_write=self._direction is Direction.WRITE,
-                path=self._file.path,
-                offset_bytes=self._offset_bytes,
-                nbytes=self.nbytes,
-            )
+        return self._failures
 
     def _let_go(self) -> None:
         held, self._held = self._held, None
         if held is not None:
-            held[1].forget(self)
+            held[0].forget(self)
             _ = self._file.direct  # warns if the file fell back
+
+    def _error(self, failure: native.Failure) -> SwapError:
+        _, offset_bytes, nbytes = self._pieces[failure.piece].tolist()
+        return native.transfer_error(
+            failure,
+            is_write=self._direction is Direction.WRITE,
+            path=self._file.path,
+            offset_bytes=offset_bytes,
+            nbytes=nbytes,
+        )
 
     def _timeout_error(self, timeout_s: float | None) -> SwapTimeoutError:
         verb = "write" if self._direction is Direction.WRITE else "read"
         return SwapTimeoutError(
             f"a {verb} was not over within {timeout_s} s",
             path=self._file.path,
-            offset_bytes=self._offset_bytes,
+            offset_bytes=int(self._pieces[0, 1]),
             wanted_nbytes=self.nbytes,
             intact="the transfer goes on and keeps its buffer",
             fix="wait again; if it never ends, see `dmesg` for the drive's state",

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
+from nvmeswap.errors import SwapUsageError
 from nvmeswap.io import native
 from nvmeswap.io.filesystem import warn_buffered
 
 if TYPE_CHECKING:
     from nvmeswap._native import FileHandle
+
+
+_MOST_BYTES = (1 << 63) - 1  # what an offset in a file can be
 
 
 class Direction(enum.IntEnum):
@@ -91,12 +96,35 @@ class File:
             native.release_file(handle)
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """One element of `Engine.submit_many`: `buffer.nbytes` bytes between `buffer` (a contiguous CPU
-    tensor of any dtype) and `file` at `offset_bytes`."""
-
-    file: File
-    direction: Direction
-    offset_bytes: int
-    buffer: torch.Tensor
+def pieces_of(
+    file: File, offsets_bytes: Sequence[int], buffers: Sequence[torch.Tensor]
+) -> native.Pieces:
+    """The native table of what is to be moved. Raises SwapUsageError for a buffer or an offset
+    that can't be served. Its cost a piece is part of every small transfer's."""
+    for buffer in buffers:
+        if not (isinstance(buffer, torch.Tensor) and buffer.is_cpu):
+            raise SwapUsageError("a buffer must be a CPU tensor", path=file.path,
+                                 fix="copy it first")
+        if not (buffer.layout is torch.strided and buffer.is_contiguous()):
+            raise SwapUsageError("a buffer must be contiguous", path=file.path,
+                                 fix="pass buffer.contiguous(), or a flat view")
+    if len(offsets_bytes) != len(buffers):
+        raise SwapUsageError(f"{len(offsets_bytes)} offsets for {len(buffers)} buffers")
+    pieces = np.empty((len(buffers), 3), np.uint64)
+    pieces[:, 0] = [buffer.data_ptr() for buffer in buffers]
+    pieces[:, 2] = [buffer.nbytes for buffer in buffers]
+    try:
+        offsets = np.array(offsets_bytes, np.int64)
+    except OverflowError:
+        raise SwapUsageError("an offset is out of range", path=file.path) from None
+    pieces[:, 1] = offsets
+    ends = pieces[:, 1] + pieces[:, 2]
+    if (offsets < 0).any() or (ends > _MOST_BYTES).any():
+        raise SwapUsageError("an offset is out of range", path=file.path)
+    if file.direct and (offsets % file.offset_alignment_nbytes).any():
+        wrong = offsets[offsets % file.offset_alignment_nbytes != 0]
+        raise SwapUsageError(
+            f"offset {wrong[0]} of a direct file is not aligned", path=file.path,
+            fix=f"place extents at multiples of {file.offset_alignment_nbytes}",
+        )
+    return pieces

@@ -33,26 +33,23 @@ struct worker {
 
 static void move_batch(struct worker *worker, int direction, char **memory, const uint64_t *nbytes)
 {
-    nvs_transfer transfers[BATCH];
-    nvs_request *requests[BATCH];
-    for (int i = 0; i < BATCH; i++)
-        transfers[i] = (nvs_transfer){
-            .file = worker->file,
-            .memory = memory[i],
-            .offset_bytes = worker->start_bytes + (uint64_t)i * EXTENT,
-            .nbytes = nbytes[i],
-            .direction = direction,
-        };
-    int lane = (int)(rand_r(&worker->seed) % NVS_LANE_COUNT);
-    REQUIRE(nvs_engine_submit(worker->engine, transfers, BATCH, lane, requests) == 0);
+    /* The last first; every other one its predecessor's neighbour, so that blocks are shared. */
+    nvs_piece pieces[BATCH];
+    uint64_t at_bytes = worker->start_bytes;
     for (int i = 0; i < BATCH; i++) {
-        nvs_result result;
-        REQUIRE(nvs_request_wait(requests[i], 0, &result) <= 0);
-        REQUIRE(nvs_request_wait(requests[i], -1, &result) == 0);
-        REQUIRE(result.status == 0 && result.done_nbytes == nbytes[i]);
-        REQUIRE(nvs_request_done(requests[i]) == 1);
-        nvs_request_release(requests[i]);
+        pieces[BATCH - 1 - i] = (nvs_piece){memory[i], at_bytes, nbytes[i]};
+        at_bytes = i % 2 ? worker->start_bytes + (uint64_t)(i + 1) * EXTENT
+                         : at_bytes + round_up(nbytes[i], 4096);
     }
+    int lane = (int)(rand_r(&worker->seed) % NVS_LANE_COUNT);
+    nvs_request *request;
+    REQUIRE(nvs_engine_submit(worker->engine, worker->file, direction, lane, pieces, BATCH,
+                              &request) == 0);
+    uint64_t failure_count;
+    REQUIRE(nvs_request_wait(request, 0, &failure_count) <= 0);
+    REQUIRE(nvs_request_wait(request, -1, &failure_count) == 0);
+    REQUIRE(failure_count == 0 && nvs_request_done(request) == 1);
+    nvs_request_release(request);
 }
 
 static void *work(void *argument)
@@ -62,7 +59,7 @@ static void *work(void *argument)
     uint64_t nbytes[BATCH];
     for (int step = 0; step < STEPS; step++) {
         for (int i = 0; i < BATCH; i++) {
-            nbytes[i] = rand_r(&worker->seed) % (EXTENT - 4096);
+            nbytes[i] = rand_r(&worker->seed) % (i % 4 < 2 ? 8192 : EXTENT - 4096);
             /* The heap's addresses are misaligned by themselves, and a block ends where its bytes
              * do, so that a sanitizer sees one byte too many. */
             written[i] = malloc(nbytes[i]);
@@ -124,13 +121,14 @@ static void abandon(const char *backend, const char *path)
     static char memory[BATCH][EXTENT];
     nvs_engine *engine = open_engine(backend, "any * delay 1");
     nvs_file *file = nvs_file_new(open(path, O_RDWR | O_CLOEXEC), NVS_DIRECT_OFF, 4096, 512);
-    nvs_transfer transfers[BATCH];
-    nvs_request *requests[BATCH];
-    for (int i = 0; i < BATCH; i++)
-        transfers[i] = (nvs_transfer){file, memory[i], (uint64_t)i * EXTENT, EXTENT, NVS_READ};
-    REQUIRE(nvs_engine_submit(engine, transfers, BATCH, NVS_PREFETCH, requests) == 0);
-    for (int i = 0; i < BATCH; i++)
-        nvs_request_release(requests[i]);
+    for (int i = 0; i < BATCH; i++) {
+        nvs_piece piece = {memory[i], (uint64_t)i * EXTENT, EXTENT};
+        nvs_request *request;
+        REQUIRE(nvs_engine_submit(engine, file, NVS_READ, NVS_PREFETCH, &piece, 1, &request) == 0);
+        if (i % 2)
+            REQUIRE(nvs_engine_cancel(engine, request) == 0);
+        nvs_request_release(request);
+    }
     nvs_file_release(file);
     int rc;
     while ((rc = nvs_engine_close(engine, 1000)) == -ETIMEDOUT)

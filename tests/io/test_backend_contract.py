@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nvmeswap.errors import SwapReadError, SwapUsageError
-from nvmeswap.io import Direction, DirectMode, Engine, File, Lane, Transfer
+from nvmeswap.io import DirectMode, Engine, File, Lane, padded_nbytes
 
 POISON, GUARD = 0xAA, 0x5C
 GUARD_NBYTES = 4096
@@ -116,12 +116,11 @@ def test_submitter_of_more_than_the_queue_holds_gets_all_of_it(
 ) -> None:
     """Else requests beyond the queue depth are dropped, or hang.  field case H04, H05"""
     sources = [random_bytes(4096 + i) for i in range(300)]
-    engine_writes = [Transfer(file, Direction.WRITE, i * 8192, t) for i, t in enumerate(sources)]
-    for request in engine.submit_many(engine_writes, lane=Lane.WRITEBACK):
+    writes = [engine.write(file, i * 8192, t, lane=Lane.WRITEBACK) for i, t in enumerate(sources)]
+    for request in writes:
         request.wait()
     copies = [torch.full_like(source, POISON) for source in sources]
-    reads = [Transfer(file, Direction.READ, i * 8192, copy) for i, copy in enumerate(copies)]
-    requests = engine.submit_many(reads, lane=Lane.PREFETCH)
+    requests = [engine.read(file, i * 8192, t, lane=Lane.PREFETCH) for i, t in enumerate(copies)]
     for request in reversed(requests):
         request.wait()
         assert request.done()
@@ -166,8 +165,7 @@ def test_reader_under_a_storm_of_signals_ends_with_exact_data(
     signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
     try:
         copies = [torch.full((4096,), POISON, dtype=torch.uint8) for _ in range(256)]
-        reads = [Transfer(file, Direction.READ, i * 4096, copy) for i, copy in enumerate(copies)]
-        for request in engine.submit_many(reads, lane=Lane.DEMAND):
+        for request in [engine.read(file, i * 4096, copy) for i, copy in enumerate(copies)]:
             request.wait()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -207,16 +205,18 @@ def test_any_mix_of_sizes_depths_and_blocks_comes_back_equal(
         file = engine.open(Path(scratch.name))
         sources = [torch.randint(0, 256, (nbytes,), dtype=torch.uint8) for nbytes in sizes]
         guards = [guarded(nbytes, data.draw(st.integers(0, 513))) for nbytes in sizes]
-        for request in engine.submit_many(
-            [Transfer(file, Direction.WRITE, i * 40_960, t) for i, t in enumerate(sources)],
-            lane=Lane.WRITEBACK,
-        ):
-            request.wait()
-        for request in engine.submit_many(
-            [Transfer(file, Direction.READ, i * 40_960, t) for i, (_, t) in enumerate(guards)],
-            lane=Lane.DEMAND,
-        ):
-            request.wait()
+        # Some of them neighbours in the file, in any order.
+        places, at = [], 0
+        for nbytes in sizes:
+            places.append(at)
+            at += padded_nbytes(nbytes, 4096) + data.draw(st.sampled_from((0, 0, 4096)))
+        order = data.draw(st.permutations(range(len(sizes))))
+        engine.write_many(
+            file, [places[i] for i in order], [sources[i] for i in order], lane=Lane.WRITEBACK,
+        ).wait()
+        engine.read_many(
+            file, [places[i] for i in order], [guards[i][1] for i in order],
+        ).wait()
         for source, (memory, destination) in zip(sources, guards, strict=True):
             assert torch.equal(source, destination)
             assert_guards_intact(memory, destination)

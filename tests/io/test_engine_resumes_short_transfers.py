@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nvmeswap.errors import SwapReadError, SwapWriteError
-from nvmeswap.io import Direction, DirectMode, Engine, Lane, Transfer
+from nvmeswap.io import DirectMode, Engine
 
 MakeBytes = Callable[..., torch.Tensor]
 
@@ -74,12 +74,10 @@ def test_submitter_to_a_busy_kernel_loses_no_request(
         file = engine.open(swap_path)
         sources = [random_bytes(4096 + i) for i in range(8)]
         copies = [torch.empty_like(source) for source in sources]
-        assert engine.submit_many([], lane=Lane.DEMAND) == []
+        engine.read_many(file, [], []).wait()
         for request in [engine.write(file, i * 8192, t) for i, t in enumerate(sources)]:
             request.wait()
-        reads = [Transfer(file, Direction.READ, i * 8192, copy) for i, copy in enumerate(copies)]
-        for request in engine.submit_many(reads, lane=Lane.DEMAND):
-            request.wait()
+        engine.read_many(file, [i * 8192 for i in range(8)], copies).wait()
         assert all(map(torch.equal, sources, copies))
 
 
