@@ -23,7 +23,6 @@ from nvmeswap.cli.bench.report import (
     write_json,
 )
 from nvmeswap.cli.bench.trial import Memory, TrialFile
-from nvmeswap.cli.bench.usage import percentile
 from nvmeswap.io.engine import DirectMode
 from nvmeswap.io.probe import probe_folder
 
@@ -63,15 +62,15 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         file, setting, memory, direct
     ) as session:
         passes = [session.run(mode, pattern) for _ in range(options.loops)]
-        latencies_s = session.block_latencies_s(mode, pattern)
+        latency = session.block_latency(mode, pattern)
         facts = session_facts(session)
     gb_per_s = statistics.median(each.gb_per_s for each in passes)
     return {
         "gb_per_s": gb_per_s,
         "loops_gb_per_s": [each.gb_per_s for each in passes],
         "cpu_s_per_gb": statistics.median(each.cpu_s_per_gb for each in passes),
-        "block_p50_s": percentile(latencies_s, 0.50),
-        "block_p99_s": percentile(latencies_s, 0.99),
+        "block_p50_s": latency.p50_s,
+        "block_p99_s": latency.p99_s,
         **folder_facts(probe, device),
         **facts,
         "labels": labels(

@@ -7,6 +7,7 @@ Python waits for one.
 from __future__ import annotations
 
 import enum
+import itertools
 import random
 import time
 from collections import deque
@@ -18,7 +19,7 @@ from nvmeswap.cli.bench.trial import Memory, TrialFile
 from nvmeswap.cli.bench.usage import Stopwatch, Usage
 from nvmeswap.io.engine import Direction, DirectMode, Engine, Lane
 from nvmeswap.io.request import Request
-from nvmeswap.stats import EngineStats
+from nvmeswap.stats import EngineStats, LaneLatency
 
 _GROUP_NBYTES = 64 << 20  # arbitrary: long enough for the engine to cut it as it likes
 
@@ -109,34 +110,25 @@ class Session:
             under_way.popleft().wait()
         return watch.usage(sum(len(group.blocks) for group in plan) * self.setting.block_nbytes)
 
-    def block_latencies_s(self, mode: Mode, pattern: Pattern, most: int = 2048) -> list[float]:
-        """Seconds from submitting a block to its end, with as many in flight as the setting says;
-        of at most so many blocks of one pass. What Python adds, some 20 us a block, is included."""
-        blocks = deque(
-            (group.direction, block)
-            for group in self._plan(mode, pattern)
-            for block in group.blocks
-        )
-        count = min(most, len(blocks))
-        free = list(range(min(self.setting.queue_depth, self._memory_blocks)))
-        in_flight: dict[Request, tuple[int, float]] = {}
-        latencies_s: list[float] = []
-        while len(latencies_s) < count:
-            while free and len(latencies_s) + len(in_flight) < count:
-                direction, block = blocks.popleft()
-                slot = free.pop()
-                begin_s = time.perf_counter()
-                in_flight[self._start_block(direction, block, slot)] = slot, begin_s
-            over = [request for request in in_flight if request.done()]
-            if not over:
-                over = [next(iter(in_flight))]
-                over[0].wait()
-            for request in over:
-                slot, begin_s = in_flight.pop(request)
-                latencies_s.append(time.perf_counter() - begin_s)
-                request.wait()  # raises if it failed
-                free.append(slot)
-        return latencies_s
+    def block_latency(self, mode: Mode, pattern: Pattern, most: int = 2048) -> LaneLatency:
+        """How long single blocks take, from submission to the end, as the engine sees it; of the
+        first so many of a pass, with up to as many in flight as the setting says. Call it once."""
+        nbytes = self.setting.block_nbytes
+        window = min(self.setting.queue_depth, self._memory_blocks)
+        singles = ((group.direction, block) for group in self._plan(mode, pattern)
+                   for block in group.blocks)
+        in_flight: deque[Request] = deque()
+        for number, (direction, block) in enumerate(itertools.islice(singles, most)):
+            if len(in_flight) == window:
+                in_flight.popleft().wait()
+            first = number % window * nbytes
+            start = self._engine.write if direction is Direction.WRITE else self._engine.read
+            # No pass goes by this lane, so its counters are those of these blocks.
+            in_flight.append(start(self._file, block * nbytes, self._memory[first : first + nbytes],
+                                   lane=Lane.DEMAND))
+        for request in in_flight:
+            request.wait()
+        return self._engine.stats().lanes[Lane.DEMAND.name.lower()]
 
     def stats(self) -> EngineStats:
         return self._engine.stats()
@@ -190,9 +182,3 @@ class Session:
         start_many = self._engine.write_many if is_write else self._engine.read_many
         offsets_bytes = [block * nbytes for block in group.blocks]
         return start_many(self._file, offsets_bytes, memory.split(nbytes), lane=lane)
-
-    def _start_block(self, direction: Direction, block: int, slot: int) -> Request:
-        nbytes = self.setting.block_nbytes
-        memory = self._memory[slot * nbytes : (slot + 1) * nbytes]
-        start = self._engine.write if direction is Direction.WRITE else self._engine.read
-        return start(self._file, block * nbytes, memory)

@@ -1,11 +1,9 @@
-"""What work takes: the clock, the processors, and how long each block waited."""
+"""What work takes: the clock and the processors."""
 
 from __future__ import annotations
 
-import math
 import resource
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -42,8 +40,3 @@ class Stopwatch:
 def _cpu_s() -> float:
     both = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in both)
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest of `values` (at least one) that this share of them does not exceed."""
-    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
