@@ -6,8 +6,9 @@ import statistics
 from collections import deque
 from pathlib import Path
 
+import torch
 from fio import Fio, Job
-from report import Report, Samples, cpu
+from report import Report, Samples, Value, cpu, speed
 
 from nvmeswap.cli.bench.trial import Memory, TrialFile
 from nvmeswap.cli.bench.usage import Stopwatch, Usage
@@ -16,8 +17,10 @@ from nvmeswap.io.probe import FolderProbe, probe_folder
 from nvmeswap.io.request import Request
 from nvmeswap.store.store import Checksum, Store, TensorSpec
 
-_BLOCK_NBYTES = 512 << 10
-_QUEUE_DEPTH = 32
+BLOCK_NBYTES = 512 << 10
+QUEUE_DEPTH = 32
+_WAYS = ("read", "write")
+_MEMORY_NBYTES = 1 << 30
 
 
 class Mover:
@@ -28,8 +31,8 @@ class Mover:
     ) -> None:
         self._nbytes = file.nbytes
         self._halves = memory.tensor.split(memory.tensor.numel() // 2)
-        self._engine = Engine(backend=probe.backend, block_nbytes=_BLOCK_NBYTES,
-                              queue_depth=_QUEUE_DEPTH)
+        self._engine = Engine(backend=probe.backend, block_nbytes=BLOCK_NBYTES,
+                              queue_depth=QUEUE_DEPTH)
         if register:
             self._engine.register_memory(memory.tensor)
         self._file = self._engine.open(
@@ -39,11 +42,12 @@ class Mover:
 
     def both(self) -> Samples:
         """All of the file, once each way."""
-        return {"read": self._move(self._engine.read), "write": self._move(self._engine.write)}
+        return {way: self._move(way) for way in _WAYS}
 
-    def _move(self, start: StartTransfer) -> Usage:
-        under_way: deque[Request] = deque()
+    def _move(self, way: str) -> Usage:
+        start = self._engine.read if way == "read" else self._engine.write
         step_nbytes = self._halves[0].numel()
+        under_way: deque[Request] = deque()
         watch = Stopwatch()
         for number, offset_bytes in enumerate(range(0, self._nbytes, step_nbytes)):
             if len(under_way) == 2:
@@ -59,48 +63,66 @@ class Mover:
 
 
 def measure_large(report: Report, fio: Fio, folder: Path, nbytes: int, *, suffix: str = "") -> None:
-    """read, write, cpu_per_gb over fio; registered_gain. `nbytes`: of the file."""
+    """`read_over_fio`, `write_over_fio`, `cpu_per_gb_over_fio` and both `registered_gain`."""
     probe = probe_folder(folder)
     file = TrialFile(folder, nbytes, probe)
-    with Memory(min(nbytes, 1 << 30), registered=True) as memory:
+    with Memory(min(nbytes, _MEMORY_NBYTES), registered=True) as memory:
         ours = Mover(file, probe, memory, register=True)
         unregistered = Mover(file, probe, memory, register=False)
-
-        def fio_both() -> Samples:
-            return {
-                **fio.run({"read": _job(file, "read", probe)}),
-                **fio.run({"write": _job(file, "write", probe)}),
-            }
-
         found = report.rounds(f"large{suffix}", {
-            "fio": fio_both, "ours": ours.both, "unregistered": unregistered.both,
+            "fio": lambda: {way: fio.run({way: _job(file, way)})[way] for way in _WAYS},
+            "ours": ours.both,
+            "unregistered": unregistered.both,
         })
         ours.close()
         unregistered.close()
     file.path.unlink()
-    for way in ("read", "write"):
+    for way in _WAYS:
         report.figure(f"{way}{suffix}_over_fio", found.ratio("ours", "fio", way))
-    for way in ("read", "write"):
-        # fio tells whole milliseconds of some ten: only the sum of all rounds is fine enough.
-        mine, others = (sum(found.values(variant, way, cpu)) for variant in ("ours", "fio"))
-        report.figure(f"cpu_per_gb{suffix}_over_fio_{way}", mine / others)
-    if suffix:
-        return
-    for name, value in (("speed", None), ("cpu", cpu)):
-        ratios = [
-            found.ratio("ours", "unregistered", way, *([value] if value else []))
-            for way in ("read", "write")
-        ]
-        report.figure(f"registered_gain_{name}", statistics.mean(ratios))
+    costs = {
+        # fio tells whole milliseconds, of some ten: only all rounds together are fine enough.
+        variant: [sum(found.values(variant, way, cpu)) for way in _WAYS]
+        for variant in ("ours", "fio")
+    }
+    for index, way in enumerate(_WAYS):
+        report.figure(f"cpu_per_gb{suffix}_over_fio_{way}",
+                      costs["ours"][index] / costs["fio"][index])
+    report.figure(f"cpu_per_gb{suffix}_over_fio", sum(costs["ours"]) / sum(costs["fio"]))
+    gains: dict[str, Value] = {"speed": speed, "cpu": cpu}
+    for name, value in gains.items():
+        ratios = [found.ratio("ours", "unregistered", way, value) for way in _WAYS]
+        report.figure(f"registered_gain{suffix}_{name}", statistics.mean(ratios))
 
 
-def _job(file: TrialFile, kind: str, probe: FolderProbe) -> Job:
-    engine = {"uring": "io_uring", "aio": "libaio", "posix": "psync"}[probe.backend]
-    return Job(file.path, file.nbytes, kind, _BLOCK_NBYTES, _QUEUE_DEPTH, engine,
-               direct=probe.direct)
+def _job(file: TrialFile, kind: str) -> Job:
+    return Job(file.path, file.nbytes, kind, BLOCK_NBYTES, QUEUE_DEPTH,
+               engine=FIO_ENGINES[file.probe.backend], direct=file.probe.direct)
+
+
+FIO_ENGINES = {"uring": "io_uring", "aio": "libaio", "posix": "psync"}
 
 
 def measure_first_write(report: Report, folder: Path, nbytes: int) -> None:
-    """The first write of a new swap file over the next one."""
+    """`first_write_over_rewrite`: of a swap file that was just made, over the next write."""
     probe = probe_folder(folder)
-    spec = TensorSpec("uint8", (nbytes,), (1,))
+    spec = TensorSpec(torch.uint8, (nbytes,), (1,))
+    with Engine(backend=probe.backend) as engine, Memory(nbytes, registered=True) as memory:
+        engine.register_memory(memory.tensor)
+
+        def new_store() -> Samples:
+            store = Store(folder, run="first-write", rank=0, world_size=1, engine=engine,
+                          probe=probe, checksum=Checksum.OFF)
+            samples = {}
+            watch = Stopwatch()
+            store.create_file("params.swp", {"all": spec})
+            samples["create"] = watch.usage(nbytes)
+            for name in ("first", "again"):
+                watch = Stopwatch()
+                store.write("all", memory.tensor, lane=Lane.WRITEBACK).wait()
+                samples[name] = watch.usage(nbytes)
+            store.close()
+            return samples
+
+        found = report.rounds("first write", {"ours": new_store})
+    report.figure("first_write_over_rewrite", found.ratio_of(("ours", "first"), ("ours", "again")))
+    report.figure("create_s_per_gb", 1 / found.median("ours", "create"))

@@ -1,0 +1,141 @@
+"""A demand read behind a queue of prefetch and writeback, and what that costs the queue.
+
+A timer chooses the moments: whoever asks when something has just ended finds room.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+from large import QUEUE_DEPTH
+from report import Report
+
+from nvmeswap.cli.bench.trial import Memory, TrialFile
+from nvmeswap.io.engine import Engine, Lane
+from nvmeswap.io.probe import probe_folder
+from nvmeswap.io.request import Request
+
+_SIZES = {"64k": 64 << 10, "1m": 1 << 20, "16m": 16 << 20}
+_QUEUED_NBYTES = 1 << 30
+_PIECE_NBYTES = 16 << 20
+_PAUSE_S = (0.005, 0.025)
+# A demand limits the background for a second; alone means later than that.
+_QUIET_S = 1.1
+
+
+class Background:
+    """A GiB of prefetch and a GiB of writeback queued, for as long as `fill` is called."""
+
+    def __init__(self, engine: Engine, folder: Path, nbytes: int) -> None:
+        probe = probe_folder(folder)
+        self._engine = engine
+        self._memory = Memory(2 * _PIECE_NBYTES, registered=True)
+        engine.register_memory(self._memory.tensor)
+        self._lanes: list[tuple[Lane, deque[Request], Iterator[int]]] = []
+        self._files = []
+        for lane in (Lane.PREFETCH, Lane.WRITEBACK):
+            own = folder / lane.name.lower()
+            own.mkdir()
+            trial = TrialFile(own, nbytes, probe)
+            self._files.append(engine.open(
+                trial.path, offset_alignment_nbytes=probe.offset_alignment_nbytes,
+                memory_alignment_nbytes=probe.memory_alignment_nbytes,
+            ))
+            self._lanes.append((lane, deque(), _round_and_round(nbytes)))
+        self.read_file = self._files[0]
+
+    def fill(self) -> None:
+        """Queue as much as has ended since the last call."""
+        for (lane, queue, offsets), file, memory in zip(
+            self._lanes, self._files, self._memory.tensor.split(_PIECE_NBYTES), strict=True
+        ):
+            start = self._engine.write if lane is Lane.WRITEBACK else self._engine.read
+            while queue and queue[0].done():
+                queue.popleft().wait()
+            while len(queue) < _QUEUED_NBYTES // _PIECE_NBYTES:
+                queue.append(start(file, next(offsets), memory, lane=lane))
+
+    def drain(self) -> None:
+        for _, queue, _ in self._lanes:
+            while queue:
+                queue.popleft().wait()
+
+    def moved_nbytes(self) -> int:
+        stats = self._engine.stats()
+        return (stats.read_direct_nbytes + stats.read_buffered_nbytes
+                + stats.write_direct_nbytes + stats.write_buffered_nbytes)
+
+    def close(self) -> None:
+        self.drain()
+        for file in self._files:
+            file.close()
+        self._engine.unregister_memory(self._memory.tensor)
+        self._memory.close()
+
+
+def _round_and_round(nbytes: int) -> Iterator[int]:
+    while True:
+        yield from range(0, nbytes, _PIECE_NBYTES)
+
+
+def measure_demand(report: Report, folder: Path, *, sample_count: int, nbytes: int) -> None:
+    """`demand_..._over_idle` for each size and `demand_over_idle`, the worst of them; and
+    `background_with_demand_over_alone`. Medians of `sample_count` reads a size and round."""
+    probe = probe_folder(folder)
+    over_idle: dict[str, list[float]] = {name: [] for name in _SIZES}
+    over_alone: list[float] = []
+    with Engine(backend=probe.backend, queue_depth=QUEUE_DEPTH) as engine, Memory(
+        max(_SIZES.values()), registered=True
+    ) as memory:
+        engine.register_memory(memory.tensor)
+        background = Background(engine, folder, nbytes)
+
+        def demand(name: str) -> float:
+            size = _SIZES[name]
+            offset_bytes = random.randrange(0, nbytes - size, 4096)
+            begin_s = time.perf_counter()
+            engine.read(background.read_file, offset_bytes, memory.tensor[:size]).wait()
+            return time.perf_counter() - begin_s
+
+        def phase(*, behind: bool, asking: bool) -> tuple[dict[str, float], float]:
+            """Medians of demand's seconds, and the background's bytes a second."""
+            times_s: dict[str, list[float]] = {name: [] for name in _SIZES}
+            if behind:
+                background.fill()
+            begin_s, begin_nbytes = time.perf_counter(), background.moved_nbytes()
+            for _ in range(sample_count):
+                for name in _SIZES:
+                    time.sleep(random.uniform(*_PAUSE_S))
+                    if behind:
+                        background.fill()
+                    if asking:
+                        times_s[name].append(demand(name))
+            asked = sum(_SIZES[name] * len(times) for name, times in times_s.items())
+            moved = background.moved_nbytes() - begin_nbytes - asked
+            rate = moved / (time.perf_counter() - begin_s)
+            background.drain()
+            return {name: statistics.median(t) for name, t in times_s.items() if t}, rate
+
+        for number in range(report.round_count):
+            idle_s, _ = phase(behind=False, asking=True)
+            behind_s, beside_rate = phase(behind=True, asking=True)
+            time.sleep(_QUIET_S)
+            _, alone_rate = phase(behind=True, asking=False)
+            for name in _SIZES:
+                over_idle[name].append(behind_s[name] / idle_s[name])
+            over_alone.append(beside_rate / alone_rate)
+            report.runs.append({
+                "section": "demand", "round": number, "idle_s": idle_s, "behind_s": behind_s,
+                "beside_bytes_per_s": beside_rate, "alone_bytes_per_s": alone_rate,
+            })
+        background.close()
+    medians = {name: statistics.median(ratios) for name, ratios in over_idle.items()}
+    for name, ratio in medians.items():
+        report.figure(f"demand_{name}_over_idle", ratio)
+    report.figure("demand_over_idle", max(medians.values()))
+    report.figure("background_with_demand_over_alone", statistics.median(over_alone))

@@ -1,0 +1,130 @@
+"""Many small tensors by name, beside fio at random places of the same size."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from fio import Fio, Job
+from large import FIO_ENGINES
+from report import Report, Samples
+
+from nvmeswap.cli.bench.trial import Memory, TrialFile
+from nvmeswap.cli.bench.usage import Stopwatch, Usage
+from nvmeswap.config import AioConfig
+from nvmeswap.io.probe import probe_folder
+from nvmeswap.swap.tensors import TensorSwapper
+
+_WAYS = ("read", "write")
+
+
+@dataclass(frozen=True)
+class Load:
+    """`count` tensors of `nbytes` are moved at a time; twice as many are stored."""
+
+    name: str
+    nbytes: int
+    count: int
+
+
+class Swapped:
+    """Stored tensors, with memory to write from and read into, made beforehand and aligned."""
+
+    def __init__(self, folder: Path, load: Load, *, queue_depth: int) -> None:
+        self._nbytes = load.nbytes * load.count
+        self._source = Memory(2 * self._nbytes, registered=True)
+        self._destination = Memory(2 * self._nbytes, registered=True)
+        keys = [str(number) for number in range(2 * load.count)]
+        self._tensors = _by_key(keys, self._source.tensor, load.nbytes)
+        self._outs = _by_key(keys, self._destination.tensor, load.nbytes)
+        self._swapper = TensorSwapper(folder, aio=AioConfig(queue_depth=queue_depth))
+        self._swapper.swap_out_many(self._tensors)
+        self._neighbours = keys[: load.count]
+        self._scattered = keys[::2]
+
+    def scattered(self) -> Samples:
+        """Every other one, in random order."""
+        return self._both(random.sample(self._scattered, len(self._scattered)))
+
+    def neighbours(self) -> Samples:
+        """One after the other, as they were stored."""
+        return self._both(self._neighbours)
+
+    def _both(self, keys: Sequence[str]) -> Samples:
+        tensors = {key: self._tensors[key] for key in keys}
+        outs = {key: self._outs[key] for key in keys}
+        watch = Stopwatch()
+        self._swapper.swap_out_many(tensors)
+        write = watch.usage(self._nbytes)
+        watch = Stopwatch()
+        self._swapper.swap_in_many(keys, out=outs)
+        return {"write": write, "read": watch.usage(self._nbytes)}
+
+    def close(self) -> None:
+        self._swapper.close()
+        del self._tensors, self._outs
+        self._source.close()
+        self._destination.close()
+
+
+def _by_key(keys: Sequence[str], memory: torch.Tensor, nbytes: int) -> dict[str, torch.Tensor]:
+    return dict(zip(keys, memory.split(nbytes), strict=True))
+
+
+def measure_operations(
+    report: Report, fio: Fio, folder: Path, load: Load, *, fio_s: float, suffix: str = ""
+) -> None:
+    """`ops_..._over_fio` and `ops_..._neighbours_over_fio`, each way. fio runs for `fio_s` in a
+    file as large as all that is stored; with the better of its engines where that isn't clear."""
+    depth = 32
+    probe = probe_folder(folder)
+    file = TrialFile(folder, 2 * load.nbytes * load.count, probe)
+    engines = {FIO_ENGINES[probe.backend], "io_uring"}
+    jobs = {
+        f"{way}-{engine}": Job(file.path, file.nbytes, f"rand{way}", load.nbytes, depth, engine,
+                               direct=probe.direct, runtime_s=fio_s)
+        for way in _WAYS
+        for engine in sorted(engines)
+    }
+    ours = Swapped(folder, load, queue_depth=depth)
+    found = report.rounds(f"operations {load.name}{suffix}", {
+        "fio": lambda: _best(fio.run(jobs)),
+        "scattered": ours.scattered,
+        "neighbours": ours.neighbours,
+    })
+    ours.close()
+    file.path.unlink()
+    for way in _WAYS:
+        name = f"{load.name}_over_fio_{way}{suffix}"
+        report.figure(f"ops_{name}", found.ratio("scattered", "fio", way))
+        name = f"{load.name}_neighbours_over_fio_{way}{suffix}"
+        report.figure(f"ops_{name}", found.ratio("neighbours", "fio", way))
+
+
+def _best(found: Mapping[str, Usage]) -> Samples:
+    """Of each way the fastest engine's."""
+    return {
+        way: max((each for name, each in found.items() if name.startswith(way)),
+                 key=lambda each: each.gb_per_s)
+        for way in _WAYS
+    }
+
+
+def measure_cost_of_one(report: Report, folder: Path, count: int) -> None:
+    """`us_per_tensor_N`: of 4 KiB tensors, N at a time, half of it writing and half reading."""
+    load = Load("4k", 4096, count)
+    ours = Swapped(folder, load, queue_depth=32)
+    found = report.rounds(f"one of {count}", {"ours": ours.scattered})
+    ours.close()
+    costs_us = {
+        way: found.median("ours", way, lambda usage: usage.wall_s / count * 1e6) for way in _WAYS
+    }
+    report.figure(f"us_per_tensor_{count}", sum(costs_us.values()) / 2)
+    for way, cost_us in costs_us.items():
+        report.figure(f"us_per_tensor_{count}_{way}", cost_us)
+
+
+import nvmeswap.cli.bench.fallback  # noqa: E402,F401  # TRIAL
