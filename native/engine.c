@@ -237,7 +237,7 @@ int nvs_engine_cancel(nvs_engine *engine, nvs_request *request)
     if (engine->pid != getpid())
         return NVS_ERROR_FORKED;
     pthread_mutex_lock(&engine->mailbox_lock);
-    if (!request->cancel_posted && !atomic_load(&request->finished)) {
+    if (!engine->stopping && !request->cancel_posted && !atomic_load(&request->finished)) {
         request->cancel_posted = true;
         atomic_fetch_add(&request->references, 1);
         request->next_cancel = engine->cancels;

@@ -101,3 +101,50 @@ for step in range(20):
 print("fine")
 """
     assert run(program, swap_path) == "fine"
+
+
+def test_data_loader_with_four_workers_beside_a_gibibyte_keeps_every_byte(swap_path: Path) -> None:
+    """Else training with data workers takes five times its memory, or reads wrong weights."""
+    program = """
+import threading
+from torch.utils.data import DataLoader, Dataset
+big = Arena(1 << 30, pin_memory=False)
+assert engine.register_memory(big.memory) == 1 << 30
+source = torch.randint(0, 256, (4 * MiB,), dtype=torch.uint8)
+engine.write(file, 0, source).wait()
+
+class Samples(Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        try:
+            engine.read(file, 0, torch.zeros(4096, dtype=torch.uint8))
+        except SwapForkError:
+            return field("RssAnon")
+        return -1
+
+stop, wrong, moved = threading.Event(), [], 0
+def transfer():
+    global moved
+    while not stop.is_set() or moved < 32:
+        place = big.memory[moved % 64 * 4 * MiB :][: 4 * MiB]
+        place.fill_(0xAA)
+        for request in [engine.read(file, at, place[at : at + 65536])
+                        for at in range(0, 4 * MiB, 65536)]:
+            request.wait()
+        if not torch.equal(place, source):
+            wrong.append(moved)
+        moved += 1
+thread = threading.Thread(target=transfer)
+thread.start()
+seen = []
+for _ in range(3):  # each time four workers anew
+    for batch in DataLoader(Samples(), batch_size=4, num_workers=4):
+        seen += batch.tolist()
+stop.set()
+thread.join()
+assert not wrong and len(seen) == 192 and min(seen) >= 0, (wrong, seen)
+assert max(seen) < field("RssAnon") - (1 << 30), "a worker holds the arena"
+print("fine")
+"""
+    assert run(program, swap_path) == "fine"
