@@ -15,6 +15,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nvmeswap.cli.bench.usage import Usage
 
@@ -76,12 +77,10 @@ class Fio:
         return arguments
 
 
-def _usage(job: dict[str, object]) -> Usage:
-    ways = [job[name] for name in ("read", "write")]
-    way = next(each for each in ways if isinstance(each, dict) and each["io_bytes"])
-    assert isinstance(way, dict)
-    share = (float(str(job["usr_cpu"])) + float(str(job["sys_cpu"]))) / 100
-    return Usage(way["io_bytes"], way["runtime"] / 1e3, share * float(str(job["job_runtime"])) / 1e3)
+def _usage(job: Mapping[str, Any]) -> Usage:
+    way = job["read"] if job["read"]["io_bytes"] else job["write"]
+    share = (job["usr_cpu"] + job["sys_cpu"]) / 100
+    return Usage(way["io_bytes"], way["runtime"] / 1e3, share * job["job_runtime"] / 1e3)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ A timer chooses the moments: whoever asks when something has just ended finds ro
 
 from __future__ import annotations
 
+import contextlib
 import random
 import statistics
 import time
@@ -16,6 +17,7 @@ from large import QUEUE_DEPTH
 from report import Report
 
 from nvmeswap.cli.bench.trial import Memory, TrialFile
+from nvmeswap.errors import SwapCancelledError
 from nvmeswap.io.engine import Engine, Lane
 from nvmeswap.io.probe import probe_folder
 from nvmeswap.io.request import Request
@@ -61,9 +63,14 @@ class Background:
                 queue.append(start(file, next(offsets), memory, lane=lane))
 
     def drain(self) -> None:
+        """Drop what has not gone to the drive, wait for the rest."""
         for _, queue, _ in self._lanes:
-            while queue:
-                queue.popleft().wait()
+            for request in queue:
+                request.cancel()
+            for request in queue:
+                with contextlib.suppress(SwapCancelledError):
+                    request.wait()
+            queue.clear()
 
     def moved_nbytes(self) -> int:
         stats = self._engine.stats()

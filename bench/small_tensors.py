@@ -125,6 +125,3 @@ def measure_cost_of_one(report: Report, folder: Path, count: int) -> None:
     report.figure(f"us_per_tensor_{count}", sum(costs_us.values()) / 2)
     for way, cost_us in costs_us.items():
         report.figure(f"us_per_tensor_{count}_{way}", cost_us)
-
-
-import nvmeswap.cli.bench.fallback  # noqa: E402,F401  # TRIAL

@@ -10,7 +10,6 @@ from rich.console import Console
 
 from nvmeswap.cli.bench import io_trial, sweep_trial, tensor_trial
 from nvmeswap.cli.bench.arguments import parse
-import nvmeswap.cli.bench.fallback  # TRIAL
 from nvmeswap.cli.bench.folder import own_folder
 from nvmeswap.errors import SwapError
 from nvmeswap.io.filesystem import BufferedFallbackWarning, FilesystemWarning
