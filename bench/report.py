@@ -64,10 +64,8 @@ class Report:
     notes: list[str] = field(default_factory=list)
 
     def rounds(self, section: str, variants: Mapping[str, Callable[[], Samples]]) -> Rounds:
-        """Run each variant once untimed, then all in turns, in every round another one first."""
+        """Run all variants in turns, in every round another one first."""
         names = list(variants)
-        for name in names:
-            variants[name]()
         found: dict[str, dict[str, list[Usage]]] = {name: {} for name in names}
         begin_s = time.monotonic()
         for number in range(self.round_count):

@@ -23,11 +23,16 @@ _WAYS = ("read", "write")
 
 @dataclass(frozen=True)
 class Load:
-    """`count` tensors of `nbytes` are moved at a time; twice as many are stored."""
+    """`count` tensors of `nbytes` are moved at a time; `spread` times as many are stored."""
 
     name: str
     nbytes: int
     count: int
+    spread: int = 2
+
+    @property
+    def stored_count(self) -> int:
+        return self.count * self.spread
 
 
 class Swapped:
@@ -35,18 +40,18 @@ class Swapped:
 
     def __init__(self, folder: Path, load: Load, *, queue_depth: int) -> None:
         self._nbytes = load.nbytes * load.count
-        self._source = Memory(2 * self._nbytes, registered=True)
-        self._destination = Memory(2 * self._nbytes, registered=True)
-        keys = [str(number) for number in range(2 * load.count)]
+        self._source = Memory(self._nbytes * load.spread, registered=True)
+        self._destination = Memory(self._nbytes * load.spread, registered=True)
+        keys = [str(number) for number in range(load.stored_count)]
         self._tensors = _by_key(keys, self._source.tensor, load.nbytes)
         self._outs = _by_key(keys, self._destination.tensor, load.nbytes)
         self._swapper = TensorSwapper(folder, aio=AioConfig(queue_depth=queue_depth))
         self._swapper.swap_out_many(self._tensors)
         self._neighbours = keys[: load.count]
-        self._scattered = keys[::2]
+        self._scattered = keys[:: load.spread]
 
     def scattered(self) -> Samples:
-        """Every other one, in random order."""
+        """Every second one, or whatever the spread is, in random order."""
         return self._both(random.sample(self._scattered, len(self._scattered)))
 
     def neighbours(self) -> Samples:
@@ -81,7 +86,7 @@ def measure_operations(
     file as large as all that is stored; with the better of its engines where that isn't clear."""
     depth = 32
     probe = probe_folder(folder)
-    file = TrialFile(folder, 2 * load.nbytes * load.count, probe)
+    file = TrialFile(folder, load.nbytes * load.stored_count, probe)
     engines = {FIO_ENGINES[probe.backend], "io_uring"}
     jobs = {
         f"{way}-{engine}": Job(file.path, file.nbytes, f"rand{way}", load.nbytes, depth, engine,
@@ -114,8 +119,8 @@ def _best(found: Mapping[str, Usage]) -> Samples:
 
 
 def measure_cost_of_one(report: Report, folder: Path, count: int) -> None:
-    """`us_per_tensor_N`: of 4 KiB tensors, N at a time, half of it writing and half reading."""
-    load = Load("4k", 4096, count)
+    """`us_per_tensor_N`: of 4 KiB tensors, N at a time; the mean of writing and reading."""
+    load = Load("4k", 4096, count, spread=1)
     ours = Swapped(folder, load, queue_depth=32)
     found = report.rounds(f"one of {count}", {"ours": ours.scattered})
     ours.close()

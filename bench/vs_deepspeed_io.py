@@ -117,7 +117,8 @@ def main() -> int:
                            help="an interpreter that has DeepSpeed")
     options = arguments.parse_args()
     report = Report(round_count=3 if options.quick else 5)
-    loads = (Load("4k", 4 << 10, 8192), Load("64k", 64 << 10, 1024 if options.quick else 4096))
+    share = 4 if options.quick else 1
+    loads = (Load("4k", 4 << 10, 8192 // share), Load("64k", 64 << 10, 4096 // share))
     try:
         with own_folder(options.path) as folder, DeepSpeed(options.deepspeed_python) as deepspeed:
             for load in loads:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 from pathlib import Path
 
 from checksums import measure_checksums
@@ -19,6 +20,7 @@ from report import Report, parser
 from small_tensors import Load, measure_cost_of_one, measure_operations
 
 from nvmeswap.cli.bench.folder import own_folder
+from nvmeswap.io.filesystem import FilesystemWarning
 
 SECTIONS = ("large", "first_write", "operations", "one", "demand", "checksums", "memory")
 _SHM = Path("/dev/shm")
@@ -29,6 +31,7 @@ def main() -> int:
     arguments.add_argument("--large", action="store_true", help="a file of 8 GiB, too")
     options = arguments.parse_args()
     report = Report(round_count=3 if options.quick else 5)
+    warnings.simplefilter("ignore", FilesystemWarning)  # what is in memory is named so
     machine = facts(options.path)
     with own_folder(options.path) as folder, contextlib.ExitStack() as stack:
         shm = stack.enter_context(own_folder(_SHM)) if _SHM.is_dir() else None
@@ -58,7 +61,8 @@ def run(
     if "first_write" in sections:
         measure_first_write(report, folder, gib)
     if "operations" in sections:
-        for load in (Load("4k", 4 << 10, 8192), Load("64k", 64 << 10, 1024 if quick else 4096)):
+        share = 4 if quick else 1
+        for load in (Load("4k", 4 << 10, 8192 // share), Load("64k", 64 << 10, 4096 // share)):
             fio_s = 0.3 if quick else 1.0
             measure_operations(report, fio, folder, load, fio_s=fio_s)
             if shm is not None:
