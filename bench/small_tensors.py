@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from large import FIO_ENGINES
 from report import Report, Samples
 
 from nvmeswap.cli.bench.trial import Memory, TrialFile
-from nvmeswap.cli.bench.usage import Stopwatch, Usage
+from nvmeswap.cli.bench.usage import Stopwatch
 from nvmeswap.config import AioConfig
 from nvmeswap.io.probe import probe_folder
 from nvmeswap.swap.tensors import TensorSwapper
@@ -83,39 +83,33 @@ def measure_operations(
     report: Report, fio: Fio, folder: Path, load: Load, *, fio_s: float, suffix: str = ""
 ) -> None:
     """`ops_..._over_fio` and `ops_..._neighbours_over_fio`, each way. fio runs for `fio_s` in a
-    file as large as all that is stored; with the better of its engines where that isn't clear."""
+    file as large as all that is stored, in several ways of its own: the best over all counts."""
     depth = 32
     probe = probe_folder(folder)
     file = TrialFile(folder, load.nbytes * load.stored_count, probe)
-    engines = {FIO_ENGINES[probe.backend], "io_uring"}
+    engine = FIO_ENGINES[probe.backend]
+    fio_ways = {"single": (engine, False), "batched": ("io_uring", True)}
+    if engine != "io_uring":
+        fio_ways["uring"] = ("io_uring", False)
     jobs = {
-        f"{way}-{engine}": Job(file.path, file.nbytes, f"rand{way}", load.nbytes, depth, engine,
-                               direct=probe.direct, runtime_s=fio_s)
+        f"{way} {fio_way}": Job(file.path, file.nbytes, f"rand{way}", load.nbytes, depth, engine,
+                                direct=probe.direct, batched=batched, runtime_s=fio_s)
         for way in _WAYS
-        for engine in sorted(engines)
+        for fio_way, (engine, batched) in fio_ways.items()
     }
     ours = Swapped(folder, load, queue_depth=depth)
     found = report.rounds(f"operations {load.name}{suffix}", {
-        "fio": lambda: _best(fio.run(jobs)),
+        "fio": lambda: fio.run(jobs),
         "scattered": ours.scattered,
         "neighbours": ours.neighbours,
     })
     ours.close()
     file.path.unlink()
     for way in _WAYS:
-        name = f"{load.name}_over_fio_{way}{suffix}"
-        report.figure(f"ops_{name}", found.ratio("scattered", "fio", way))
-        name = f"{load.name}_neighbours_over_fio_{way}{suffix}"
-        report.figure(f"ops_{name}", found.ratio("neighbours", "fio", way))
-
-
-def _best(found: Mapping[str, Usage]) -> Samples:
-    """Of each way the fastest engine's."""
-    return {
-        way: max((each for name, each in found.items() if name.startswith(way)),
-                 key=lambda each: each.gb_per_s)
-        for way in _WAYS
-    }
+        best = max((f"{way} {each}" for each in fio_ways), key=lambda job: found.median("fio", job))
+        for variant, name in (("scattered", load.name), ("neighbours", f"{load.name}_neighbours")):
+            ratio = found.ratio_of((variant, way), ("fio", best))
+            report.figure(f"ops_{name}_over_fio_{way}{suffix}", ratio)
 
 
 def measure_cost_of_one(report: Report, folder: Path, count: int) -> None:
