@@ -90,49 +90,57 @@ def _round_and_round(nbytes: int) -> Iterator[int]:
         yield from range(0, nbytes, _PIECE_NBYTES)
 
 
+class Asker:
+    """Demand reads at chosen moments, with the background's speed meanwhile."""
+
+    def __init__(self, engine: Engine, background: Background, memory: Memory, nbytes: int) -> None:
+        self._engine = engine
+        self._background = background
+        self._memory = memory.tensor
+        self._file_nbytes = nbytes
+
+    def phase(self, count: int, *, behind: bool, ask: bool) -> tuple[dict[str, float], float]:
+        """Median seconds of `count` reads a size, and the background's bytes a second. `behind`:
+        there is a background. `ask`: else only the background moves, for as many pauses."""
+        times_s: dict[str, list[float]] = {name: [] for name in _SIZES}
+        if behind:
+            self._background.fill()
+        begin_s, begin_nbytes = time.perf_counter(), self._background.moved_nbytes()
+        for name in [*_SIZES] * count:
+            time.sleep(random.uniform(*_PAUSE_S))
+            if behind:
+                self._background.fill()
+            if ask:
+                times_s[name].append(self._read(_SIZES[name]))
+        asked_nbytes = sum(_SIZES[name] * len(times) for name, times in times_s.items())
+        moved_nbytes = self._background.moved_nbytes() - begin_nbytes - asked_nbytes
+        rate = moved_nbytes / (time.perf_counter() - begin_s)
+        self._background.drain()
+        return {name: statistics.median(times) for name, times in times_s.items() if times}, rate
+
+    def _read(self, nbytes: int) -> float:
+        offset_bytes = random.randrange(0, self._file_nbytes - nbytes, 4096)
+        begin_s = time.perf_counter()
+        self._engine.read(self._background.read_file, offset_bytes, self._memory[:nbytes]).wait()
+        return time.perf_counter() - begin_s
+
+
 def measure_demand(report: Report, folder: Path, *, sample_count: int, nbytes: int) -> None:
     """`demand_..._over_idle` for each size and `demand_over_idle`, the worst of them; and
     `background_with_demand_over_alone`. Medians of `sample_count` reads a size and round."""
-    probe = probe_folder(folder)
     over_idle: dict[str, list[float]] = {name: [] for name in _SIZES}
     over_alone: list[float] = []
-    with Engine(backend=probe.backend, queue_depth=QUEUE_DEPTH) as engine, Memory(
-        max(_SIZES.values()), registered=True
-    ) as memory:
+    with Engine(
+        backend=probe_folder(folder).backend, queue_depth=QUEUE_DEPTH
+    ) as engine, Memory(max(_SIZES.values()), registered=True) as memory:
         engine.register_memory(memory.tensor)
         background = Background(engine, folder, nbytes)
-
-        def demand(name: str) -> float:
-            size = _SIZES[name]
-            offset_bytes = random.randrange(0, nbytes - size, 4096)
-            begin_s = time.perf_counter()
-            engine.read(background.read_file, offset_bytes, memory.tensor[:size]).wait()
-            return time.perf_counter() - begin_s
-
-        def phase(*, behind: bool, asking: bool) -> tuple[dict[str, float], float]:
-            """Medians of demand's seconds, and the background's bytes a second."""
-            times_s: dict[str, list[float]] = {name: [] for name in _SIZES}
-            if behind:
-                background.fill()
-            begin_s, begin_nbytes = time.perf_counter(), background.moved_nbytes()
-            for _ in range(sample_count):
-                for name in _SIZES:
-                    time.sleep(random.uniform(*_PAUSE_S))
-                    if behind:
-                        background.fill()
-                    if asking:
-                        times_s[name].append(demand(name))
-            asked = sum(_SIZES[name] * len(times) for name, times in times_s.items())
-            moved = background.moved_nbytes() - begin_nbytes - asked
-            rate = moved / (time.perf_counter() - begin_s)
-            background.drain()
-            return {name: statistics.median(t) for name, t in times_s.items() if t}, rate
-
+        asker = Asker(engine, background, memory, nbytes)
         for number in range(report.round_count):
-            idle_s, _ = phase(behind=False, asking=True)
-            behind_s, beside_rate = phase(behind=True, asking=True)
+            idle_s, _ = asker.phase(sample_count, behind=False, ask=True)
+            behind_s, beside_rate = asker.phase(sample_count, behind=True, ask=True)
             time.sleep(_QUIET_S)
-            _, alone_rate = phase(behind=True, asking=False)
+            _, alone_rate = asker.phase(sample_count, behind=True, ask=False)
             for name in _SIZES:
                 over_idle[name].append(behind_s[name] / idle_s[name])
             over_alone.append(beside_rate / alone_rate)
