@@ -63,7 +63,7 @@ def run(
     if "operations" in sections:
         share = 4 if quick else 1
         for load in (Load("4k", 4 << 10, 8192 // share), Load("64k", 64 << 10, 4096 // share)):
-            fio_s = 0.3 if quick else 1.0
+            fio_s = 0.15 if quick else 1.0
             measure_operations(report, fio, folder, load, fio_s=fio_s)
             if shm is not None:
                 measure_operations(report, fio, shm, load, fio_s=fio_s, suffix="_shm")
