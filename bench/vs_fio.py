@@ -71,7 +71,7 @@ def run(
         for count in (1000, 100_000):
             measure_cost_of_one(report, folder, count)
     if "demand" in sections:
-        measure_demand(report, folder, sample_count=10 if quick else 30, nbytes=1 << 30)
+        measure_demand(report, folder, sample_count=10 if quick else 30, nbytes=gib)
     if "checksums" in sections:
         measure_checksums(report, folder, gib)
     if "memory" in sections:
