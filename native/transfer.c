@@ -98,6 +98,12 @@ static uint32_t batch_count(const nvs_engine *engine)
     return batch < SUBMIT_BATCH ? batch : SUBMIT_BATCH;
 }
 
+/* A shortage that may be over at the next try. */
+static bool is_passing(int status)
+{
+    return status == -EAGAIN || status == -EINTR || status == -EBUSY;
+}
+
 /* The kernel is short of something. What is in its hands now is what it can bear. */
 static void lower_depth(nvs_engine *engine)
 {
@@ -117,7 +123,7 @@ static void raise_depth(nvs_engine *engine)
  * will, so tries are counted then, and the next reap is a pause. */
 static void refuse_batch(nvs_engine *engine, int rc)
 {
-    bool busy = rc == -EAGAIN || rc == -EINTR;
+    bool busy = is_passing(rc);
     struct block *block = block_of(engine, engine->ready[engine->ready_head]);
     engine->paused = busy;
     if (rc == -EAGAIN)
@@ -237,7 +243,7 @@ static int stuck_status(const struct block *block)
 static void judge_error(nvs_engine *engine, struct block *block, int status)
 {
     nvs_file *file = block->request->file;
-    bool again = status == -EAGAIN || status == -EINTR;
+    bool again = is_passing(status);
     if (again && block->tries < TRY_LIMIT) {
         engine->paused = true;
         if (status == -EAGAIN)

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from nvmeswap._native import ffi, lib
+try:
+    from nvmeswap._native import ffi, lib
+except ImportError as error:
+    raise ImportError(
+        f"nvmeswap's engine, a C library, can't be loaded: {error}; it needs the libraries libaio "
+        "and liburing, and is built by pip install nvmeswap, or in a clone by pip install -e ."
+    ) from error
 from nvmeswap.errors import (
     SwapCancelledError,
     SwapClosedError,

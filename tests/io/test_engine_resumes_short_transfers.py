@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from collections.abc import Callable
@@ -116,3 +117,25 @@ def test_reader_of_more_than_two_gib_gets_all_of_it(swap_path: Path) -> None:
         engine.read(file, 0, destination).wait()
         assert torch.equal(destination[1 << 31 :], mark)
         assert engine.stats().block_count == 2048 + 2
+
+
+def test_reader_that_is_told_busy_tries_again(
+    swap_path: Path, random_bytes: Callable[..., torch.Tensor]
+) -> None:
+    """A temporary shortage is not a broken device.  field case I06"""
+    with Engine(fault_script=f"read 1 errno {errno.EBUSY}; write 1 errno {errno.EBUSY}") as engine:
+        file = engine.open(swap_path)
+        source = random_bytes(8192)
+        engine.write(file, 0, source).wait()
+        destination = torch.full_like(source, 0xAA)
+        engine.read(file, 0, destination).wait()
+        assert torch.equal(source, destination)
+
+
+def test_reader_that_is_told_busy_for_ever_gets_an_error(swap_path: Path) -> None:
+    """field case I06: and in bounded time"""
+    with Engine(fault_script=f"read * errno {errno.EBUSY}") as engine:
+        with pytest.raises(SwapReadError) as raised:
+            engine.read(engine.open(swap_path), 0, torch.empty(4096, dtype=torch.uint8)).wait()
+        assert raised.value.errno == errno.EBUSY
+        assert engine.stats().retry_count > 1
