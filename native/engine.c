@@ -66,8 +66,10 @@ static void *engine_thread(void *argument)
             break;
         reap_complete(engine);
     }
-    if (is_open)
+    if (is_open) {
+        take_mailbox(engine); /* a request that ended at submission may have been cancelled since */
         engine->backend->close(engine->backend_state);
+    }
     event_set(&engine->drained);
     return NULL;
 }
