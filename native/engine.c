@@ -64,7 +64,9 @@ static void *engine_thread(void *argument)
         start_blocks(engine);
         if (stopping && engine->free_count == engine->queue_depth)
             break;
-        reap_complete(engine);
+        /* Taking the mailbox may have swallowed the wake-up of a file that has gone since the sweep. */
+        if (!engine->file_table->any_gone)
+            reap_complete(engine);
     }
     if (is_open) {
         take_mailbox(engine); /* a request that ended at submission may have been cancelled since */
