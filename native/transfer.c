@@ -226,11 +226,13 @@ static void count_moved(nvs_engine *engine, const struct block *block)
     count(engine, which, (uint64_t)block->op.result);
 }
 
+/* What is padding does not count: a file may end within it. */
 static int stuck_status(const struct block *block)
 {
+    uint64_t wanted_end = block->offset_bytes + block->aim_nbytes - block->aim_padding_nbytes;
     struct stat facts;
     if (block->op.direction == NVS_READ && fstat(block->op.fd, &facts) == 0
-        && (uint64_t)facts.st_size < block->op.offset_bytes + block->op.nbytes)
+        && (uint64_t)facts.st_size < wanted_end)
         return NVS_ERROR_END_OF_FILE;
     return NVS_ERROR_NO_PROGRESS;
 }
