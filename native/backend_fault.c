@@ -15,12 +15,13 @@
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 static const int64_t NEVER_NS = INT64_MAX;
 static const int64_t LOOK_AGAIN_NS = 1000000;
 /* Direct transfers of which a part is moved end at multiples of the first, which every drive takes;
- * what is claimed beyond is less than the second, the least that any direct file counts in. */
-enum { DIRECT_NBYTES = 4096, SECTOR_NBYTES = 512 };
+ * none counts in less than the second. */
+enum { DIRECT_NBYTES = 4096, SECTOR_NBYTES = 512, SPOILT = 0xDB };
 
 /* What an op that was taken still has to meet. */
 struct fault_slot {
@@ -98,16 +99,44 @@ static void shorten(struct backend_op *op, uint32_t nbytes)
     }
 }
 
-/* A direct file would refuse an odd length, so less is moved; and since the core may rely on aligned
- * progress only, it must come back for what is claimed beyond. */
+/* A direct file would refuse an odd length. Of a read more is moved then, and made unreadable later.
+ * Of a write less: what is claimed beyond is no whole sector, so the core must come back for it. */
 static void shorten_claiming(struct fault_slot *slot, struct backend_op *op, uint64_t claimed_nbytes)
 {
     bool direct = fcntl(op->fd, F_GETFL) & O_DIRECT;
-    uint64_t moved_nbytes = direct ? round_down(claimed_nbytes, DIRECT_NBYTES) : claimed_nbytes;
-    if (claimed_nbytes >= moved_nbytes + SECTOR_NBYTES)
-        claimed_nbytes = moved_nbytes + SECTOR_NBYTES - 1;
-    shorten(op, (uint32_t)moved_nbytes);
+    uint64_t moved_nbytes = claimed_nbytes;
+    if (direct && op->direction == NVS_READ) {
+        moved_nbytes = round_up(claimed_nbytes, DIRECT_NBYTES);
+    } else if (direct) {
+        moved_nbytes = round_down(claimed_nbytes, DIRECT_NBYTES);
+        if (claimed_nbytes >= moved_nbytes + SECTOR_NBYTES)
+            claimed_nbytes = moved_nbytes + SECTOR_NBYTES - 1;
+    }
+    if (moved_nbytes < op->nbytes)
+        shorten(op, (uint32_t)moved_nbytes);
     slot->claimed_nbytes = (uint32_t)claimed_nbytes;
+}
+
+/* What a shortened read has moved beyond its claim is as if it had not been. */
+static void spoil(struct backend_op *op, uint64_t begin)
+{
+    for (uint32_t i = 0; i < op->vector_count; i++) {
+        const struct iovec *vector = &op->vectors[i];
+        if (begin < vector->iov_len)
+            memset((char *)vector->iov_base + begin, SPOILT, vector->iov_len - begin);
+        begin -= begin < vector->iov_len ? begin : vector->iov_len;
+    }
+}
+
+/* The result of a shortened op, which may be shorter by itself. */
+static void claim(const struct fault_slot *slot, struct backend_op *op)
+{
+    bool is_read = op->direction == NVS_READ;
+    if (is_read ? op->result <= slot->claimed_nbytes : op->result != op->nbytes)
+        return;
+    if (is_read)
+        spoil(op, slot->claimed_nbytes);
+    op->result = slot->claimed_nbytes;
 }
 
 /* Hands it back; one that is held because of it may follow. */
@@ -151,6 +180,8 @@ static int submit_one(struct fault *fault, struct backend_op *op)
     switch (fate.action) {
     case FAULT_BUSY:
         return -EAGAIN;
+    case FAULT_REFUSE:
+        return -(int)fate.number;
     case FAULT_ERRNO:
         return end_at_once(fault, op, -(int64_t)fate.number);
     case FAULT_NEVER:
@@ -196,8 +227,8 @@ static void finish(struct fault *fault, struct backend_op *op)
     struct fault_slot *slot = &fault->slots[op->slot];
     if (slot->flip && op->direction == NVS_READ && op->result > 0)
         *(char *)op->vectors[0].iov_base ^= 1;
-    if (slot->claimed_nbytes > 0 && op->result == op->nbytes)
-        op->result = slot->claimed_nbytes;
+    if (slot->claimed_nbytes > 0)
+        claim(slot, op);
     if (slot->late_count > 0)
         slot->held = op;
     else

@@ -9,11 +9,12 @@ enum { ANY_DIRECTION = 2, DEFAULT_PERCENT = 10 };
 static const int64_t NS_PER_MS = 1000000;
 static const uint64_t DRAWN_DELAY_LIMIT_NS = 1000000;
 static const uint64_t DRAWN_LATE_LIMIT = 8;
-static const char *const action_names[] = {"short", "errno", "delay", "late", "busy", "flip", "never"};
-static const bool action_takes_number[] = {true, true, true, true, false, false, false};
-/* What an engine survives or reports, each by itself. */
-static const uint32_t default_actions = 1U << FAULT_SHORT | 1U << FAULT_ERRNO | 1U << FAULT_DELAY
-                                        | 1U << FAULT_LATE | 1U << FAULT_BUSY;
+static const char *const action_names[] = {"short", "errno", "refuse", "busy",
+                                           "delay", "never", "late",   "flip"};
+static const bool action_takes_number[] = {true, true, true, false, true, false, true, false};
+/* What an engine survives or reports by itself. */
+static const uint32_t default_actions =
+    ((1U << FAULT_ACTION_COUNT) - 1) & ~(1U << FAULT_FLIP | 1U << FAULT_NEVER);
 
 /* --- reading ----------------------------------------------------------------------------------- */
 
@@ -92,9 +93,10 @@ static bool read_rule(char *text, struct fault_rule *rule)
     rule->fate.action = (enum fault_action)which;
     if (!action_takes_number[which])
         return !number;
-    bool is_read = read_number(number, &rule->fate.number);
+    bool is_number = read_number(number, &rule->fate.number);
     rule->fate.delay_ns = (int64_t)rule->fate.number * NS_PER_MS;
-    return is_read;
+    /* A refusal without an error would be none. */
+    return is_number && (which != FAULT_REFUSE || rule->fate.number > 0);
 }
 
 int fault_script_parse(const char *text, struct fault_script *script)
@@ -162,7 +164,7 @@ static bool draw_fate(const struct fault_rule *rule, uint64_t block_number, int 
     fate->number = 0;
     if (fate->action == FAULT_SHORT)
         fate->number = draw_short(&state, nbytes);
-    if (fate->action == FAULT_ERRNO)
+    if (fate->action == FAULT_ERRNO || fate->action == FAULT_REFUSE)
         fate->number = draw_errno(&state, direction);
     if (fate->action == FAULT_DELAY)
         fate->delay_ns = (int64_t)draw(&state, DRAWN_DELAY_LIMIT_NS);

@@ -9,18 +9,19 @@
  *     seed <s> [rate <percent>] [<action>,<action>,...]
  * In the first form n counts the blocks of that direction as they are submitted (retries included,
  * from 1, since the start or since the script was injected) and * is every one. The second draws: of
- * all blocks that many in a hundred (10) meet one of these actions (short,errno,delay,late,busy),
- * with a number of its own. Seed and order of submission decide alone, so a schedule is one number.
+ * all blocks that many in a hundred (10) meet one of these actions (all but flip and never), with
+ * a number of its own. Seed and order of submission decide alone, so a schedule is one number.
  * The first rule that matches acts:
  *     short N    says that it moved N bytes only        errno N    completes with that error
- *     delay MS   is started that much later             busy       is refused once with EAGAIN
+ *     refuse N   is not taken, because of that error    busy       the same with EAGAIN
+ *     delay MS   is started that much later             never      waits until a script is injected
  *     late N     is handed back after N others, or when no other is under way
- *     flip       a read comes back with one bit wrong   never      waits until a script is injected
+ *     flip       a read comes back with one bit wrong
  * Example: "read 3 short 4096; write 1 errno 28; read * delay 5"; "seed 7 rate 100 late". */
 
 enum fault_action {
-    FAULT_SHORT, FAULT_ERRNO, FAULT_DELAY, FAULT_LATE, FAULT_BUSY, FAULT_FLIP, FAULT_NEVER,
-    FAULT_ACTION_COUNT
+    FAULT_SHORT, FAULT_ERRNO, FAULT_REFUSE, FAULT_BUSY, FAULT_DELAY, FAULT_NEVER, FAULT_LATE,
+    FAULT_FLIP, FAULT_ACTION_COUNT
 };
 
 /* What one block meets. */
