@@ -8,7 +8,7 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { WRITTEN = 0xFFFF, LEAST_FILE_NBYTES = 1 << 18, REQUEST_NBYTES = 400000, PAGE_NBYTES = 4096,
+enum { WRITTEN = 0xFFFF, LEAST_FILE_NBYTES = 1 << 16, REQUEST_NBYTES = 300000, PAGE_NBYTES = 4096,
        GUARD_NBYTES = 64, GUARD = 0x5C };
 
 static uint64_t roll_state;
@@ -95,11 +95,21 @@ static uint64_t padded_end(const struct model *model, const nvs_piece *piece)
     return end < FILE_NBYTES ? end : FILE_NBYTES;
 }
 
+static void shuffle(nvs_piece *pieces, size_t count)
+{
+    for (size_t i = count; i > 1; i--) {
+        size_t other = roll(i);
+        nvs_piece last = pieces[i - 1];
+        pieces[i - 1] = pieces[other];
+        pieces[other] = last;
+    }
+}
+
 size_t model_place(const struct model *model, int direction, nvs_piece *pieces)
 {
     size_t wanted_count = 1 + roll(1 + roll(PIECE_LIMIT)), count = 0;
     uint64_t step_nbytes = model->direct ? model->offset_alignment_nbytes : 1 + roll(700);
-    uint64_t near_nbytes = roll(8) == 0 ? 20000 : model->nbytes; /* to the end */
+    uint64_t near_nbytes = roll(8) == 0 ? 20000 : model->nbytes - 1; /* to the end */
     uint64_t at_bytes = (model->nbytes - 1 - roll(near_nbytes)) / step_nbytes * step_nbytes;
     uint64_t end_bytes = direction == NVS_WRITE ? round_down(model->nbytes, PAGE_NBYTES)
                          : roll(8) == 0 ? FILE_NBYTES : model->nbytes;
@@ -117,6 +127,8 @@ size_t model_place(const struct model *model, int direction, nvs_piece *pieces)
                                  : at_bytes + piece.nbytes;
         at_bytes += roll(3) == 0 ? step_nbytes * (1 + roll(20)) : 0;
     }
+    if (roll(2))
+        shuffle(pieces, count);
     return count;
 }
 

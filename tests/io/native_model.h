@@ -9,7 +9,7 @@
 
 /* For native_schedules.c: what must be in a file, as far as that can be known, in memory. */
 
-enum { FILE_NBYTES = 1 << 20, SECTOR_NBYTES = 512, PIECE_LIMIT = 40 };
+enum { FILE_NBYTES = 1 << 19, SECTOR_NBYTES = 512, PIECE_LIMIT = 40 };
 
 struct model {
     nvs_file *file;   /* NULL once it is released */
@@ -29,8 +29,8 @@ uint64_t roll(uint64_t limit);
 /* Makes the file anew, of a random size and in a random mode. */
 void model_open(struct model *model, const char *path, bool takes_any_alignment);
 
-/* Lays out pieces that no request in flight is in the way of, by offset; none may be found. A read
- * may go beyond the end of the file. Memory is not filled in. */
+/* Lays out pieces that no request in flight is in the way of, by offset or in any order; none may be
+ * found. A read may go beyond the end of the file. Memory is not filled in. */
 size_t model_place(const struct model *model, int direction, nvs_piece *pieces);
 
 /* Notes that the pieces are under way, or are no more. */

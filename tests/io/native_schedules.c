@@ -4,8 +4,6 @@
 #define _GNU_SOURCE
 #include "native_model.h"
 
-#include "../../native/split.h"
-
 #include <dirent.h>
 #include <errno.h>
 #include <malloc.h>
@@ -246,14 +244,6 @@ static void submit(struct schedule *schedule, struct sent *sent)
 {
     nvs_piece pieces[PIECE_LIMIT];
     memcpy(pieces, sent->pieces, sizeof pieces);
-    if (roll(2)) /* any order */
-        for (size_t i = sent->piece_count; i > 1; i--) {
-            size_t other = roll(i);
-            nvs_piece last = pieces[i - 1];
-            pieces[i - 1] = pieces[other];
-            pieces[other] = last;
-        }
-    memcpy(sent->pieces, pieces, sizeof pieces);
     model_begin(sent->model, sent->direction, pieces, sent->piece_count);
     require(nvs_engine_submit(schedule->engine, sent->model->file, sent->direction,
                               (int)roll(NVS_LANE_COUNT), pieces, sent->piece_count,
@@ -294,12 +284,6 @@ static void release_file(struct model *model)
     model->file = NULL;
 }
 
-static void lift_never(struct schedule *schedule)
-{
-    if (schedule->is_script && schedule->actions & NEVER)
-        require(nvs_engine_inject(schedule->engine, "") == 0, "inject fails");
-}
-
 /* All is waited for first, and the engine must then be as new. */
 static void end_in_order(struct schedule *schedule)
 {
@@ -329,12 +313,16 @@ static void end_in_order(struct schedule *schedule)
             "a file that is released stays in the kernel's table");
 }
 
+/* After a close that timed out the engine still serves cancels. */
 static void close_engine(struct schedule *schedule)
 {
-    int64_t timeout_ns = roll(2) ? -1 : (int64_t)roll(1000000);
+    int64_t timeout_ns = roll(2) ? -1 : (int64_t)roll(300000);
     int rc;
-    while ((rc = nvs_engine_close(schedule->engine, timeout_ns)) == -ETIMEDOUT)
-        continue;
+    while ((rc = nvs_engine_close(schedule->engine, timeout_ns)) == -ETIMEDOUT) {
+        struct sent *sent = &schedule->sent[roll(REQUEST_LIMIT)];
+        if (sent->request && !sent->over && roll(4) == 0)
+            cancel(schedule, sent);
+    }
     require(rc == 0, "close fails");
 }
 
@@ -367,7 +355,8 @@ static void run(const char *folder, bool takes_any_alignment)
             require(nvs_engine_inject(schedule.engine, script) == 0, "inject fails");
         }
     }
-    lift_never(&schedule);
+    if (schedule.is_script && schedule.actions & NEVER)
+        require(nvs_engine_inject(schedule.engine, "") == 0, "inject fails");
     if (roll(2))
         end_in_order(&schedule);
     else if (roll(2))
