@@ -295,3 +295,17 @@ def test_swapper_under_any_faults_returns_what_it_was_given_or_says_so(
         before = left_behind()
         run_swapper(seed, tmp_path, engines)
         assert_nothing_left(before)
+
+
+def test_tensor_whose_last_write_hangs_can_be_replaced_once_it_is_over(
+    tmp_path: Path, engines: list[Engine]
+) -> None:
+    """Else one timeout makes its name unusable: the store still has it, the swapper does not."""
+    with TensorSwapper(tmp_path, swap=SwapBlock(timeout_s=0.1)) as swapper:
+        engines[-1].inject("write 1 never")
+        for tensor in (torch.ones(5), torch.ones(2000)):
+            with pytest.raises(SwapTimeoutError):
+                swapper.swap_out("a", tensor)
+        engines[-1].inject("")
+        swapper.swap_out("a", torch.full((2000,), 3.0))
+        assert torch.equal(swapper.swap_in("a"), torch.full((2000,), 3.0))
