@@ -161,6 +161,13 @@ void model_note(struct model *model, const nvs_piece *piece)
 {
     memcpy(model->bytes + piece->offset_bytes, piece->memory, piece->nbytes);
     memset(model->known + piece->offset_bytes, 0xFF, piece->nbytes);
+    /* Unless it has fallen back, and may have moved the padding or not. */
+    int32_t fallback_errno;
+    if (!model->file || !nvs_file_is_direct(model->file, &fallback_errno))
+        return;
+    uint64_t end = piece->offset_bytes + piece->nbytes;
+    memset(model->bytes + end, 0, padded_end(model, piece) - end);
+    memset(model->known + end, 0xFF, padded_end(model, piece) - end);
 }
 
 bool model_equals(const struct model *model, const void *memory, uint64_t offset_bytes,

@@ -37,7 +37,7 @@ size_t model_place(const struct model *model, int direction, nvs_piece *pieces);
 void model_begin(struct model *model, int direction, const nvs_piece *pieces, size_t count);
 void model_end(struct model *model, int direction, const nvs_piece *pieces, size_t count);
 
-/* A write has succeeded. */
+/* A write has succeeded: its bytes, and the zeros of a direct file, are in the file. */
 void model_note(struct model *model, const nvs_piece *piece);
 
 /* Are these the file's bytes? With `flips` the lowest bit of any may be wrong. */
