@@ -1,16 +1,12 @@
 /* Faults by script, over another backend, for tests through the same interface as production.
  *
- * A script is rules separated by ';':
- *     <read|write|any> <n|*> <action> [number]
- * where n counts the blocks of that direction as they are submitted (retries included, from 1, since
- * the start or since the script was injected) and * is every one. The first rule that matches acts:
- *     short N    says that it moved N bytes only        errno N    completes with that error
- *     never      waits until another script is injected delay MS   is started that much later
- *     flip       a read comes back with one bit wrong   busy       is refused once with EAGAIN
- * Example: "read 3 short 4096; write 1 errno 28; read * delay 5". */
+ * The script's language stands in fault_script.h. Nothing is undone at close: the core drains first,
+ * so what never completes must be let go by injecting another script, or close times out, as it does
+ * over a drive that has died. */
 #define _GNU_SOURCE
 #include "backend.h"
 #include "event.h"
+#include "fault_script.h"
 #include "split.h"
 
 #include <errno.h>
@@ -21,103 +17,39 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { RULE_LIMIT = 32, ANY_DIRECTION = 2 };
-enum action { SHORT, ERRNO, NEVER, DELAY, FLIP, BUSY, ACTION_COUNT };
-static const char *const action_names[] = {"short", "errno", "never", "delay", "flip", "busy"};
-static const bool action_takes_number[] = {true, true, false, true, false, false};
+static const int64_t NEVER_NS = INT64_MAX;
+static const int64_t LOOK_AGAIN_NS = 1000000;
+/* Direct transfers of which a part is moved end at multiples of the first, which every drive takes;
+ * none counts in less than the second. */
+enum { DIRECT_NBYTES = 4096, SECTOR_NBYTES = 512, SPOILT = 0xDB };
 
-struct rule {
-    int direction;
-    uint64_t number; /* 0: every one */
-    enum action action;
-    uint64_t argument;
-    uint32_t generation; /* the script's; filled in when it acts */
-};
-
-struct script {
-    struct rule rules[RULE_LIMIT];
-    int rule_count;
-    uint64_t counts[2]; /* blocks seen, by direction */
-    uint32_t generation; /* how many were injected before it */
-};
-
+/* What an op that was taken still has to meet. */
 struct fault_slot {
     struct backend_op *delayed; /* not yet given to the inner backend, until due_ns */
     int64_t due_ns;
-    uint32_t generation; /* of the script that delayed it */
+    uint32_t generation;        /* of the script that delayed it */
     bool flip;
-    uint32_t claimed_nbytes; /* what a shortened op says it has moved; 0: the truth */
+    uint32_t claimed_nbytes;    /* what a shortened op says it has moved; 0: the truth */
+    struct backend_op *held;    /* complete, but late_count others are to be handed back first */
+    uint32_t late_count;
 };
 
 struct fault {
     const struct backend *inner;
     void *inner_state;
     uint32_t queue_depth;
-    struct op_queue done; /* ended here, without the inner backend */
+    uint32_t taken_count;  /* ops that the core waits for */
+    int refusal;           /* of the op after the last one taken; told at the next submit */
+    struct op_queue done;  /* to be handed back */
     struct fault_slot *slots;
-    pthread_mutex_t lock; /* guards the script, which any thread may replace */
-    struct script script;
+    pthread_mutex_t lock;  /* guards the script, which any thread may replace */
+    struct fault_script script;
 };
 
-static const int64_t NEVER_NS = INT64_MAX;
-
-static bool parse_rule(char *text, struct rule *rule)
-{
-    char *rest = NULL;
-    char *direction = strtok_r(text, " \t\n", &rest);
-    char *number = strtok_r(NULL, " \t\n", &rest);
-    char *action = strtok_r(NULL, " \t\n", &rest);
-    char *argument = strtok_r(NULL, " \t\n", &rest);
-    if (!direction || !number || !action || strtok_r(NULL, " \t\n", &rest))
-        return false;
-    rule->direction = !strcmp(direction, "read") ? 0 : !strcmp(direction, "write") ? 1
-                    : !strcmp(direction, "any") ? ANY_DIRECTION : -1;
-    rule->number = !strcmp(number, "*") ? 0 : strtoull(number, NULL, 10);
-    int which = 0;
-    while (which < ACTION_COUNT && strcmp(action_names[which], action) != 0)
-        which++;
-    if (rule->direction < 0 || which == ACTION_COUNT || (!rule->number && strcmp(number, "*") != 0))
-        return false;
-    rule->action = (enum action)which;
-    rule->argument = argument ? strtoull(argument, NULL, 10) : 0;
-    return action_takes_number[which] == (argument != NULL);
-}
-
-static int parse_script(const char *text, struct script *script)
-{
-    memset(script, 0, sizeof *script);
-    char *copy = strdup(text ? text : "");
-    if (!copy)
-        return -ENOMEM;
-    int rc = 0;
-    char *rest = NULL;
-    for (char *part = strtok_r(copy, ";", &rest); part; part = strtok_r(NULL, ";", &rest)) {
-        if (part[strspn(part, " \t\n")] == '\0')
-            continue;
-        if (script->rule_count == RULE_LIMIT || !parse_rule(part, &script->rules[script->rule_count++]))
-            rc = -EINVAL;
-    }
-    free(copy);
-    return rc;
-}
-
-/* Counts the block and says which rule acts on it, if any. */
-static bool match_rule(struct fault *fault, int direction, struct rule *matched)
+static bool next_fate(struct fault *fault, const struct backend_op *op, struct fate *fate)
 {
     pthread_mutex_lock(&fault->lock);
-    struct script *script = &fault->script;
-    uint64_t number = ++script->counts[direction];
-    bool found = false;
-    for (int i = 0; i < script->rule_count && !found; i++) {
-        const struct rule *rule = &script->rules[i];
-        uint64_t seen = rule->direction == ANY_DIRECTION ? script->counts[0] + script->counts[1] : number;
-        if ((rule->direction == ANY_DIRECTION || rule->direction == direction)
-            && (rule->number == 0 || rule->number == seen)) {
-            *matched = *rule;
-            matched->generation = script->generation;
-            found = true;
-        }
-    }
+    bool found = fault_script_next(&fault->script, op->direction, op->nbytes, fate);
     pthread_mutex_unlock(&fault->lock);
     return found;
 }
@@ -125,8 +57,7 @@ static bool match_rule(struct fault *fault, int direction, struct rule *matched)
 static void uncount(struct fault *fault, int direction)
 {
     pthread_mutex_lock(&fault->lock);
-    if (fault->script.counts[direction] > 0)
-        fault->script.counts[direction]--;
+    fault_script_uncount(&fault->script, direction);
     pthread_mutex_unlock(&fault->lock);
 }
 
@@ -134,7 +65,7 @@ static int fault_open(void **state, struct backend_options *options)
 {
     struct fault *fault = calloc(1, sizeof *fault);
     struct fault_slot *slots = calloc(options->queue_depth, sizeof *slots);
-    int rc = fault && slots ? parse_script(options->fault_script, &fault->script) : -ENOMEM;
+    int rc = fault && slots ? fault_script_parse(options->fault_script, &fault->script) : -ENOMEM;
     if (rc == -EINVAL)
         snprintf(options->reason, options->reason_nbytes, "fault script not understood: %s",
                  options->fault_script);
@@ -154,6 +85,8 @@ static int fault_open(void **state, struct backend_options *options)
     return 0;
 }
 
+/* --- on the way in ----------------------------------------------------------------------------- */
+
 static void shorten(struct backend_op *op, uint32_t nbytes)
 {
     uint32_t left_nbytes = op->nbytes = nbytes;
@@ -166,69 +99,173 @@ static void shorten(struct backend_op *op, uint32_t nbytes)
     }
 }
 
-/* A direct file would refuse an odd length; the rest up to N is left unmoved, and since the core may
- * rely on aligned progress only, it must come back for it. */
-static int submit_short(struct fault *fault, struct backend_op *op, uint64_t claimed_nbytes)
+/* A direct file would refuse an odd length. Of a read more is moved then, and made unreadable later.
+ * Of a write less: what is claimed beyond is no whole sector, so the core must come back for it. */
+static void shorten_claiming(struct fault_slot *slot, struct backend_op *op, uint64_t claimed_nbytes)
 {
-    if (claimed_nbytes < op->nbytes) {
-        bool direct = fcntl(op->fd, F_GETFL) & O_DIRECT;
-        shorten(op, (uint32_t)(direct ? round_down(claimed_nbytes, 4096) : claimed_nbytes));
-        fault->slots[op->slot].claimed_nbytes = (uint32_t)claimed_nbytes;
+    bool direct = fcntl(op->fd, F_GETFL) & O_DIRECT;
+    uint64_t moved_nbytes = claimed_nbytes;
+    if (direct && op->direction == NVS_READ) {
+        moved_nbytes = round_up(claimed_nbytes, DIRECT_NBYTES);
+    } else if (direct) {
+        moved_nbytes = round_down(claimed_nbytes, DIRECT_NBYTES);
+        if (claimed_nbytes >= moved_nbytes + SECTOR_NBYTES)
+            claimed_nbytes = moved_nbytes + SECTOR_NBYTES - 1;
     }
-    if (op->nbytes > 0)
-        return fault->inner->submit(fault->inner_state, &op, 1);
-    fault->slots[op->slot].claimed_nbytes = 0;
-    op->result = (int64_t)claimed_nbytes;
-    op_queue_push(&fault->done, op);
-    return 1;
+    if (moved_nbytes < op->nbytes)
+        shorten(op, (uint32_t)moved_nbytes);
+    slot->claimed_nbytes = (uint32_t)claimed_nbytes;
 }
 
-/* 1 when taken, else the inner backend's refusal. */
+/* What a shortened read has moved beyond its claim is as if it had not been. */
+static void spoil(struct backend_op *op, uint64_t begin)
+{
+    for (uint32_t i = 0; i < op->vector_count; i++) {
+        const struct iovec *vector = &op->vectors[i];
+        if (begin < vector->iov_len)
+            memset((char *)vector->iov_base + begin, SPOILT, vector->iov_len - begin);
+        begin -= begin < vector->iov_len ? begin : vector->iov_len;
+    }
+}
+
+/* The result of a shortened op, which may be shorter by itself. */
+static void claim(const struct fault_slot *slot, struct backend_op *op)
+{
+    bool is_read = op->direction == NVS_READ;
+    if (is_read ? op->result <= slot->claimed_nbytes : op->result != op->nbytes)
+        return;
+    if (is_read)
+        spoil(op, slot->claimed_nbytes);
+    op->result = slot->claimed_nbytes;
+}
+
+/* Hands it back; one that is held because of it may follow. */
+static void tell(struct fault *fault, struct backend_op *op)
+{
+    op_queue_push(&fault->done, op);
+    for (uint32_t i = 0; i < fault->queue_depth; i++) {
+        struct fault_slot *slot = &fault->slots[i];
+        if (slot->held && --slot->late_count == 0) {
+            op_queue_push(&fault->done, slot->held);
+            slot->held = NULL;
+        }
+    }
+}
+
+static int end_at_once(struct fault *fault, struct backend_op *op, int64_t result)
+{
+    op->result = result;
+    tell(fault, op);
+    return 0;
+}
+
+static int give(struct fault *fault, struct backend_op *op)
+{
+    if (op->nbytes == 0)
+        return end_at_once(fault, op, fault->slots[op->slot].claimed_nbytes);
+    int taken = fault->inner->submit(fault->inner_state, &op, 1);
+    if (taken < 0)
+        uncount(fault, op->direction);
+    return taken < 0 ? taken : 0;
+}
+
+/* 0 when taken, else the refusal. */
 static int submit_one(struct fault *fault, struct backend_op *op)
 {
-    struct rule rule;
-    if (!match_rule(fault, op->direction, &rule)) {
-        int taken = fault->inner->submit(fault->inner_state, &op, 1);
-        if (taken < 0)
-            uncount(fault, op->direction);
-        return taken;
-    }
-    switch (rule.action) {
-    case BUSY:
+    struct fault_slot *slot = &fault->slots[op->slot];
+    *slot = (struct fault_slot){0};
+    struct fate fate;
+    if (!next_fate(fault, op, &fate))
+        return give(fault, op);
+    switch (fate.action) {
+    case FAULT_BUSY:
         return -EAGAIN;
-    case ERRNO:
-        op->result = -(int64_t)rule.argument;
-        op_queue_push(&fault->done, op);
-        return 1;
-    case NEVER:
-    case DELAY:
-        fault->slots[op->slot].delayed = op;
-        fault->slots[op->slot].generation = rule.generation;
-        fault->slots[op->slot].due_ns = rule.action == NEVER ? NEVER_NS
-                                      : monotonic_ns() + (int64_t)rule.argument * 1000000;
-        return 1;
-    case SHORT:
-        return submit_short(fault, op, rule.argument);
-    case FLIP:
-        fault->slots[op->slot].flip = true;
+    case FAULT_REFUSE:
+        return -(int)fate.number;
+    case FAULT_ERRNO:
+        return end_at_once(fault, op, -(int64_t)fate.number);
+    case FAULT_NEVER:
+    case FAULT_DELAY:
+        slot->delayed = op;
+        slot->generation = fate.generation;
+        slot->due_ns = fate.action == FAULT_NEVER ? NEVER_NS : monotonic_ns() + fate.delay_ns;
+        return 0;
+    case FAULT_SHORT:
+        if (fate.number < op->nbytes)
+            shorten_claiming(slot, op, fate.number);
         break;
-    case ACTION_COUNT:
+    case FAULT_LATE:
+        slot->late_count = (uint32_t)fate.number;
+        break;
+    case FAULT_FLIP:
+        slot->flip = true;
+        break;
+    case FAULT_ACTION_COUNT:
         break;
     }
-    return fault->inner->submit(fault->inner_state, &op, 1);
+    return give(fault, op);
 }
 
+/* What is refused after others were taken is refused at the next call, as kernels do. */
 static int fault_submit(void *state, struct backend_op **ops, uint32_t count)
 {
     struct fault *fault = state;
-    uint32_t taken = 0;
-    while (taken < count) {
-        int rc = submit_one(fault, ops[taken]);
-        if (rc < 0)
-            return taken > 0 ? (int)taken : rc;
-        taken++;
+    uint32_t taken_count = 0;
+    int refusal = fault->refusal;
+    while (refusal == 0 && taken_count < count)
+        if ((refusal = submit_one(fault, ops[taken_count])) == 0)
+            taken_count++;
+    fault->refusal = taken_count > 0 ? refusal : 0;
+    fault->taken_count += taken_count;
+    return taken_count > 0 ? (int)taken_count : refusal;
+}
+
+/* --- on the way out ---------------------------------------------------------------------------- */
+
+static void finish(struct fault *fault, struct backend_op *op)
+{
+    struct fault_slot *slot = &fault->slots[op->slot];
+    if (slot->flip && op->direction == NVS_READ && op->result > 0)
+        *(char *)op->vectors[0].iov_base ^= 1;
+    if (slot->claimed_nbytes > 0)
+        claim(slot, op);
+    if (slot->late_count > 0)
+        slot->held = op;
+    else
+        tell(fault, op);
+}
+
+/* When nobody is left to overtake the ones held, the one that is nearest goes. */
+static void let_go(struct fault *fault)
+{
+    if (fault->done.head)
+        return;
+    uint32_t coming_count = fault->taken_count;
+    struct fault_slot *nearest = NULL;
+    for (uint32_t i = 0; i < fault->queue_depth; i++) {
+        struct fault_slot *slot = &fault->slots[i];
+        coming_count -= slot->held || (slot->delayed && slot->due_ns == NEVER_NS);
+        if (slot->held && (!nearest || slot->late_count < nearest->late_count))
+            nearest = slot;
     }
-    return (int)taken;
+    if (coming_count > 0 || !nearest)
+        return;
+    struct backend_op *op = nearest->held;
+    nearest->held = NULL;
+    tell(fault, op);
+}
+
+/* Is it over for now: taken by the inner backend, or refused for good? */
+static bool start(struct fault *fault, struct fault_slot *slot)
+{
+    int taken = fault->inner->submit(fault->inner_state, &slot->delayed, 1);
+    if (taken == -EAGAIN || taken == -EINTR)
+        return false;
+    struct backend_op *op = slot->delayed;
+    slot->delayed = NULL;
+    if (taken < 0)
+        end_at_once(fault, op, taken);
+    return true;
 }
 
 /* Starts what is due; returns the time until the next one is, or the timeout if that is less. */
@@ -244,13 +281,11 @@ static int64_t start_delayed(struct fault *fault, int64_t timeout_ns)
             continue;
         if (slot->generation != generation && slot->due_ns == NEVER_NS)
             slot->due_ns = now_ns;
-        if (slot->due_ns <= now_ns && fault->inner->submit(fault->inner_state, &slot->delayed, 1) == 1) {
-            slot->delayed = NULL;
+        if (slot->due_ns <= now_ns && start(fault, slot))
             continue;
-        }
         /* A release, or an inner backend that is busy, is noticed by looking again soon. */
         bool look_again = slot->due_ns <= now_ns || slot->due_ns == NEVER_NS;
-        int64_t left_ns = look_again ? 1000000 : slot->due_ns - now_ns;
+        int64_t left_ns = look_again ? LOOK_AGAIN_NS : slot->due_ns - now_ns;
         if (timeout_ns < 0 || left_ns < timeout_ns)
             timeout_ns = left_ns;
     }
@@ -260,24 +295,18 @@ static int64_t start_delayed(struct fault *fault, int64_t timeout_ns)
 static int fault_reap(void *state, struct backend_op **done, uint32_t capacity, int64_t timeout_ns)
 {
     struct fault *fault = state;
+    timeout_ns = start_delayed(fault, timeout_ns);
+    let_go(fault);
+    if (fault->done.head)
+        timeout_ns = 0;
+    int arrived_count = fault->inner->reap(fault->inner_state, done, capacity, timeout_ns);
+    for (int i = 0; i < arrived_count; i++)
+        finish(fault, done[i]);
+    let_go(fault);
     uint32_t count = 0;
     while (count < capacity && (done[count] = op_queue_pop(&fault->done)))
         count++;
-    timeout_ns = start_delayed(fault, timeout_ns);
-    if (count == capacity)
-        return (int)count;
-    int inner_count = fault->inner->reap(fault->inner_state, done + count, capacity - count,
-                                         count > 0 ? 0 : timeout_ns);
-    for (int i = 0; i < inner_count; i++) {
-        struct backend_op *op = done[count++];
-        struct fault_slot *slot = &fault->slots[op->slot];
-        if (slot->flip && op->direction == NVS_READ && op->result > 0)
-            *(char *)op->vectors[0].iov_base ^= 1;
-        if (slot->claimed_nbytes > 0 && op->result > 0)
-            op->result = slot->claimed_nbytes;
-        slot->flip = false;
-        slot->claimed_nbytes = 0;
-    }
+    fault->taken_count -= count;
     return (int)count;
 }
 
@@ -293,8 +322,8 @@ static void fault_close(void *state)
 static int fault_inject(void *state, const char *fault_script)
 {
     struct fault *fault = state;
-    struct script script;
-    int rc = parse_script(fault_script, &script);
+    struct fault_script script;
+    int rc = fault_script_parse(fault_script, &script);
     if (rc == 0) {
         pthread_mutex_lock(&fault->lock);
         script.generation = fault->script.generation + 1;

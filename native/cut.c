@@ -93,8 +93,8 @@ static uint32_t add_spans(nvs_engine *engine, struct block *block, struct piece 
         add_in_place(block, piece, memory, whole_nbytes);
     if (!takes_tail && whole_nbytes > 0)
         return whole_nbytes;
-    add_bounced(engine, block, piece, memory + whole_nbytes, tail_nbytes);
-    return nbytes;
+    bool is_added = add_bounced(engine, block, piece, memory + whole_nbytes, tail_nbytes);
+    return is_added ? nbytes : whole_nbytes;
 }
 
 /* --- one block --------------------------------------------------------------------------------- */

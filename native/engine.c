@@ -46,6 +46,16 @@ static bool take_mailbox(nvs_engine *engine)
     return stopping;
 }
 
+/* A lane may be left while no block is in work: when the last one was refused for good by a backend
+ * that is busy, which the next has to wait for. */
+static bool is_drained(const nvs_engine *engine)
+{
+    bool is_queued = false;
+    for (int lane = 0; lane < NVS_LANE_COUNT; lane++)
+        is_queued |= engine->lanes[lane].head != NULL;
+    return !is_queued && engine->free_count == engine->queue_depth;
+}
+
 static void *engine_thread(void *argument)
 {
     nvs_engine *engine = argument;
@@ -62,12 +72,16 @@ static void *engine_thread(void *argument)
         file_table_sweep(engine);
         bool stopping = take_mailbox(engine);
         start_blocks(engine);
-        if (stopping && engine->free_count == engine->queue_depth)
+        if (stopping && is_drained(engine))
             break;
-        reap_complete(engine);
+        /* Taking the mailbox may have swallowed the wake-up of a file that has gone since the sweep. */
+        if (!engine->file_table->any_gone)
+            reap_complete(engine);
     }
-    if (is_open)
+    if (is_open) {
+        take_mailbox(engine); /* a request that ended at submission may have been cancelled since */
         engine->backend->close(engine->backend_state);
+    }
     event_set(&engine->drained);
     return NULL;
 }

@@ -209,18 +209,19 @@ static bool has_room(const nvs_engine *engine)
     return engine->free_count > 0 && engine->queue_depth - engine->free_count < engine->depth_limit;
 }
 
-/* Batch by batch, so that copying into bounce buffers overlaps with the disk's work. */
+/* Batch by batch, so that copying into bounce buffers overlaps with the disk's work. Goes on while
+ * anything can be cut: blocks that the backend refuses are over at once, and nothing would wake the
+ * thread for what waits behind them. */
 void start_blocks(nvs_engine *engine)
 {
-    struct lane *lane;
+    uint64_t most_nbytes;
     do {
-        uint64_t most_nbytes;
-        lane = NULL;
+        struct lane *lane;
         while (engine->ready_count < SUBMIT_BATCH && has_room(engine)
                && (lane = lane_choose(engine, &most_nbytes)))
             if (cut_block(engine, lane, most_nbytes))
                 make_ready(engine, engine->free_blocks[engine->free_count]);
-    } while (submit_ready(engine) && lane && has_room(engine));
+    } while (submit_ready(engine) && has_room(engine) && lane_choose(engine, &most_nbytes));
 }
 
 static void count_moved(nvs_engine *engine, const struct block *block)
@@ -231,11 +232,13 @@ static void count_moved(nvs_engine *engine, const struct block *block)
     count(engine, which, (uint64_t)block->op.result);
 }
 
+/* What is padding does not count: a file may end within it. */
 static int stuck_status(const struct block *block)
 {
+    uint64_t wanted_end = block->offset_bytes + block->aim_nbytes - block->aim_padding_nbytes;
     struct stat facts;
     if (block->op.direction == NVS_READ && fstat(block->op.fd, &facts) == 0
-        && (uint64_t)facts.st_size < block->op.offset_bytes + block->op.nbytes)
+        && (uint64_t)facts.st_size < wanted_end)
         return NVS_ERROR_END_OF_FILE;
     return NVS_ERROR_NO_PROGRESS;
 }
@@ -286,7 +289,8 @@ static void judge_block(nvs_engine *engine, struct block *block)
 
 void reap_complete(nvs_engine *engine)
 {
-    int64_t timeout_ns = engine->paused && engine->ready_count > 0 ? PAUSE_NS : -1;
+    /* Also when nothing is ready any more: what was refused for good leaves others to be cut. */
+    int64_t timeout_ns = engine->paused ? PAUSE_NS : -1;
     engine->paused = false;
     struct backend_op *complete[REAP_BATCH];
     int taken = engine->backend->reap(engine->backend_state, complete, REAP_BATCH, timeout_ns);

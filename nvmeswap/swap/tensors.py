@@ -199,16 +199,16 @@ class TensorSwapper:
         hosts = [on_host(keys[index], tensors[index]) for index in others]
         memories = list(tensors)
         fresh: dict[str, StoredTensor] = {}
-        for index, host in zip(others, hosts, strict=True):
-            stored[index] = self._place(keys[index], host, tensors[index].device, fresh)
-            memories[index] = flat(host)
         try:
+            for index, host in zip(others, hosts, strict=True):
+                stored[index] = self._place(keys[index], host, tensors[index].device, fresh)
+                memories[index] = flat(host)
             specs = {name: each.spec for name, each in fresh.items()}
             offsets = self._store.allocate_many(TENSORS_FILE, specs)
         except BaseException:
-            for index in others:
-                if self._stored[keys[index]].name in fresh:
-                    del self._stored[keys[index]]
+            for key in {keys[index] for index in others} & self._stored.keys():
+                if self._stored[key].name in fresh:
+                    del self._stored[key]
             self._names -= fresh.keys()
             raise
         for each, offset_bytes in zip(fresh.values(), offsets, strict=True):
@@ -310,11 +310,12 @@ class TensorSwapper:
             return
         self._known(key)
         self._forget_prefetched([key])
-        stored = self._stored.pop(key)
-        stored.key_count -= 1
-        if stored.key_count == 0:
-            self._names.remove(stored.name)
+        stored = self._stored[key]
+        if stored.key_count == 1:  # a timeout leaves all as it was
             self._store.free(stored.name)
+            self._names.remove(stored.name)
+        del self._stored[key]
+        stored.key_count -= 1
 
     def keys(self) -> list[str]:
         """The names stored, in order of first writing."""
