@@ -382,7 +382,7 @@ class TensorSwapper:
             placed.name, placed.offset_bytes = old.name, old.offset_bytes
         else:
             self.discard(key, missing_ok=True)
-            if key in self._names:  # of a tensor tied to this key's last one
+            while placed.name in self._names:  # of a tensor tied to this key's last one
                 placed.name = f"{key}~{next(self._numbers)}"
             self._names.add(placed.name)
             fresh[placed.name] = placed
