@@ -8,10 +8,11 @@
 
 from nvmeswap.io.alignment import padded_nbytes
 from nvmeswap.io.engine import Engine
+from nvmeswap.io.file import DirectMode, File, Member, Stripes
 from nvmeswap.io.filesystem import BufferedFallbackWarning, FilesystemWarning
 from nvmeswap.io.probe import FolderProbe, Refusal, probe_folder
 from nvmeswap.io.request import Request
-from nvmeswap.io.transfer import Direction, DirectMode, File, Lane
+from nvmeswap.io.transfer import Direction, Lane
 
 __all__ = [
     "BufferedFallbackWarning",
@@ -22,8 +23,10 @@ __all__ = [
     "FilesystemWarning",
     "FolderProbe",
     "Lane",
+    "Member",
     "Refusal",
     "Request",
+    "Stripes",
     "padded_nbytes",
     "probe_folder",
 ]

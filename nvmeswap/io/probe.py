@@ -15,8 +15,8 @@ from nvmeswap.errors import SwapConfigError, SwapIOError, SwapPathError
 from nvmeswap.io import native
 from nvmeswap.io.alignment import padded_nbytes
 from nvmeswap.io.engine import Engine
+from nvmeswap.io.file import DirectMode
 from nvmeswap.io.filesystem import filesystem_type, warn_filesystem
-from nvmeswap.io.transfer import DirectMode
 
 # Extents start at multiples of it even where 512 would do: drives have 4096-byte sectors too.
 _LAYOUT_ALIGNMENT_NBYTES = 4096

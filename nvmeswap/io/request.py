@@ -9,7 +9,8 @@ import torch
 
 from nvmeswap.errors import SwapError, SwapTimeoutError
 from nvmeswap.io import native
-from nvmeswap.io.transfer import Direction, File
+from nvmeswap.io.file import File
+from nvmeswap.io.transfer import Direction
 
 if TYPE_CHECKING:
     from nvmeswap._native import RequestHandle
@@ -92,10 +93,13 @@ class Request:
 
     def _error(self, failure: native.Failure) -> SwapError:
         _, offset_bytes, nbytes = self._pieces[failure.piece].tolist()
+        member, member_offset_bytes = self._file.stripes.find(failure.error_offset_bytes)
         return native.transfer_error(
             failure,
             is_write=self._direction is Direction.WRITE,
-            path=self._file.path,
+            paths=self._file.paths,
+            member=member,
+            member_offset_bytes=member_offset_bytes,
             offset_bytes=offset_bytes,
             nbytes=nbytes,
         )
