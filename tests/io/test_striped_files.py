@@ -1,4 +1,4 @@
-"""Several files behind one range of offsets: every byte in one place, and one lost file is named."""
+"""Several files behind one range of offsets: each byte in one place, and a lost one is named."""
 
 from __future__ import annotations
 
