@@ -41,11 +41,25 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
+class Drive:
+    """A folder that swap files are striped over. Of each row of stripes it gets `weight`, by the
+    bandwidth measured there (bytes a second; None where it is alone and nothing was measured)."""
+
+    folder: Path
+    direct: bool
+    weight: int = 1
+    read_nbytes_per_s: float | None = None
+    write_nbytes_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class FolderProbe:
     """What `probe_folder` found: pass `backend` to `Engine`, the rest to `Engine.open`.
 
     `direct`: a direct write and read came back equal. `offset_alignment_nbytes`: for offsets and
     padded lengths, 4096 or more. `memory_alignment_nbytes`: for memory to be used in place.
+    `drives`: the folder, or all of several (`probe_folders`); then `folder` is the first, `direct`
+    says whether all are, and the alignments are the strictest.
     """
 
     folder: Path
@@ -55,6 +69,7 @@ class FolderProbe:
     offset_alignment_nbytes: int
     memory_alignment_nbytes: int
     refused: tuple[Refusal, ...]
+    drives: tuple[Drive, ...]
 
 
 def probe_folder(
@@ -71,7 +86,7 @@ def probe_folder(
     Raises SwapPathError when the folder is missing, no folder or not writable, when direct I/O is
     REQUIRED and refused, and when no backend passes. Blocks for a few milliseconds.
     """
-    trial_path = _create_trial_file(folder)
+    trial_path = create_trial_file(folder)
     try:
         filesystem = filesystem_type(folder)
         warn_filesystem(folder, filesystem)
@@ -94,7 +109,7 @@ def probe_folder(
                 refused.append(Refusal(name, _reason(error)))
                 continue
             return FolderProbe(folder, filesystem, name, is_direct, offset_nbytes, memory_nbytes,
-                               tuple(refused))
+                               tuple(refused), (Drive(folder, is_direct),))
     finally:
         trial_path.unlink(missing_ok=True)
     raise SwapPathError(
@@ -140,7 +155,7 @@ def _can_ask_not_to_block(path: Path) -> bool:
     return True
 
 
-def _create_trial_file(folder: Path) -> Path:
+def create_trial_file(folder: Path) -> Path:
     """A file in the folder, which proves that it is one and can be written."""
     try:
         facts = folder.stat()
