@@ -214,9 +214,11 @@ void aim_block(struct block *block)
     op->vector_count = 0;
     op->nbytes = 0;
     op->offset_bytes = block->member_offset_bytes + block->done_nbytes;
-    uint32_t end = block->careful ? block->span_at + 1 : block->span_count;
-    for (uint32_t i = block->span_at; i < end; i++) {
-        const struct span *span = &block->spans[i];
+    const struct span *span = NULL;
+    for (uint32_t i = block->span_at; i < block->span_count; i++) {
+        if (block->careful && span && span->piece != block->spans[i].piece)
+            break;
+        span = &block->spans[i];
         char *memory = span->memory + skip_nbytes;
         uint32_t nbytes = span->length_nbytes - skip_nbytes;
         skip_nbytes = 0;
@@ -227,9 +229,8 @@ void aim_block(struct block *block)
             block->vectors[op->vector_count++] = (struct iovec){memory, nbytes};
         op->nbytes += nbytes;
     }
-    const struct span *last_span = &block->spans[end - 1];
     block->aim_nbytes = block->done_nbytes + op->nbytes;
-    block->aim_padding_nbytes = last_span->length_nbytes - last_span->wanted_nbytes;
+    block->aim_padding_nbytes = span->length_nbytes - span->wanted_nbytes;
 }
 
 /* --- ends -------------------------------------------------------------------------------------- */
@@ -250,13 +251,19 @@ void close_spans(struct block *block)
         block->done_nbytes = block->over_nbytes;
 }
 
-void fail_span(nvs_engine *engine, struct block *block, int status)
+bool is_shared(const struct block *block)
 {
-    const struct span *span = &block->spans[block->span_at++];
-    note_failure(block->request, span->piece, status, block->tries,
+    return block->spans[block->span_at].piece != block->spans[block->span_count - 1].piece;
+}
+
+void fail_piece(nvs_engine *engine, struct block *block, int status)
+{
+    struct piece *piece = block->spans[block->span_at].piece;
+    note_failure(block->request, piece, status, block->tries,
                  block->offset_bytes + block->done_nbytes);
-    drop_rest(engine, block->request, span->piece);
-    block->over_nbytes += span->length_nbytes;
+    drop_rest(engine, block->request, piece);
+    while (block->span_at < block->span_count && block->spans[block->span_at].piece == piece)
+        block->over_nbytes += block->spans[block->span_at++].length_nbytes;
     block->done_nbytes = block->over_nbytes;
 }
 

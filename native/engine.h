@@ -95,7 +95,7 @@ struct span {
 };
 
 /* One block in work: queue_depth of them. A block is one range of one member, made of spans that lie
- * side by side in it. When one with several spans fails, they are moved again one by one (it is
+ * side by side in it. When one of several pieces fails, they are moved again one by one (it is
  * careful then), so that only those fail that must. */
 struct block {
     struct backend_op op;
@@ -185,12 +185,14 @@ void member_fall_back(struct member *member, int reason);
 /* Takes a free block and fills it from the lane's first request. False when memory is short: then
  * a piece has failed, and nothing was taken. */
 bool cut_block(nvs_engine *engine, struct lane *lane, uint64_t most_nbytes);
-/* The block's next try: from where it has got to its end or, when it is careful, to a span's. */
+/* The block's next try: from where it has got to its end or, when it is careful, to a piece's. */
 void aim_block(struct block *block);
 /* Ends the spans that lie within the progress made. */
 void close_spans(struct block *block);
-/* Ends the span that it stands at, which failed. */
-void fail_span(nvs_engine *engine, struct block *block, int status);
+/* Does what is left of it belong to several pieces? */
+bool is_shared(const struct block *block);
+/* Ends the piece that it stands at, which failed. */
+void fail_piece(nvs_engine *engine, struct block *block, int status);
 /* Nothing more is cut from the request. */
 void request_stop(nvs_engine *engine, nvs_request *request, int status);
 

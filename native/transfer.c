@@ -69,10 +69,10 @@ static void go_on(nvs_engine *engine, struct block *block)
 
 static void fail_block(nvs_engine *engine, struct block *block, int status)
 {
-    if (!block->careful && block->span_count - block->span_at > 1)
+    if (!block->careful && is_shared(block))
         block->careful = true;
     else
-        fail_span(engine, block, status);
+        fail_piece(engine, block, status);
     go_on(engine, block);
 }
 

@@ -341,4 +341,5 @@ def digest_pieces(pieces: Pieces) -> list[int]:
         ffi.from_buffer("nvs_piece[]", pieces), len(pieces),
         ffi.from_buffer("uint64_t[]", digests, require_writable=True),
     )
-    return [int(each) for each in digests]
+    sums: list[int] = digests.tolist()
+    return sums

@@ -68,6 +68,11 @@ class Request:
         """Wait, and return the error of each piece that failed, by its index."""
         return {failure.piece: self._error(failure) for failure in self._wait(timeout_s)}
 
+    def digests(self) -> list[int]:
+        """The xxh3_64 of each buffer as it is now; at most 8 MiB each (see digest.py). The buffers
+        must be alive. Blocks for as long as it takes, without the GIL."""
+        return native.digest_pieces(self._pieces)
+
     def cancel(self) -> None:
         """Drop what has not gone to the drive; the request is over when the rest has landed.
 
