@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 __all__ = ["DirectMode", "Direction", "Engine", "File", "Lane", "Member"]
 
 _BLOCK_MULTIPLE_NBYTES = 4096
-# Demand reads took 2.2 to 2.7 times their idle time behind it, 1.7 to 1.9 behind half of it, which
-# costs a stream of reads 6 to 10 % (native/lanes.c).
-_BACKGROUND_NBYTES = 4 << 20
+# Of one drive. Demand reads took 2.2 to 2.7 times their idle time behind it, 1.7 to 1.9 behind half
+# of it, which costs a stream of reads 6 to 10 % (native/lanes.c).
+BACKGROUND_NBYTES = 4 << 20
 _BLOCK_LIMIT_NBYTES = 1 << 31
 _DRAIN_AT_EXIT_S = 60.0
 
@@ -89,7 +89,7 @@ class Engine:
         self._pid = os.getpid()
         self._handle = native.open_engine(
             backend=backend, block_nbytes=block_nbytes,
-            background_nbytes=background_nbytes or _BACKGROUND_NBYTES,
+            background_nbytes=background_nbytes or BACKGROUND_NBYTES,
             queue_depth=queue_depth, thread_count=thread_count, fault_script=fault_script,
         )
         self._accepting = True

@@ -17,8 +17,8 @@ from nvmeswap.io.alignment import padded_nbytes
 from nvmeswap.io.engine import Direction, Engine, Lane
 from nvmeswap.io.probe import FolderProbe
 from nvmeswap.stats import StoreStats
-from nvmeswap.store.manifest import Manifest, ManifestEntry, TensorSpec
-from nvmeswap.store.owner import MANIFEST_FILE, OwnedFolder
+from nvmeswap.store.manifest import Manifest, ManifestEntry, Striping, TensorSpec
+from nvmeswap.store.owner import MANIFEST_FILE, OwnedFolders
 from nvmeswap.store.request import Place, StoreRequest
 from nvmeswap.store.swapfile import SwapFile
 from nvmeswap.store.written import WrittenRange, digest_of
@@ -56,8 +56,8 @@ class Store:
     for a read in `wait`.
 
     Args: `nvme_path`, an existing folder; `run`, `rank`, `world_size`, who we are; `engine`,
-    shared, closed by its owner after the store; `probe`, of `nvme_path`; `timeout_s`, for every
-    wait.
+    shared, closed by its owner after the store; `probe`, of `nvme_path`, or of it and folders on
+    other drives, which share the bytes; `timeout_s`, for every wait.
     Raises: SwapPathError, SwapOwnerError, SwapConfigError when it is made; SwapClosedError by calls
     after `close`.
     Blocking: `read` and `write` only for the order above. Threads: all calls from any thread.
@@ -77,14 +77,20 @@ class Store:
         checksum: Checksum = Checksum.ALL,
         timeout_s: float = 60.0,
     ) -> None:
-        self._owner = OwnedFolder.claim(nvme_path, run=run, rank=rank, world_size=world_size)
+        self._owner = OwnedFolders.claim(
+            [nvme_path, *(drive.folder for drive in probe.drives[1:])],
+            run=run, rank=rank, world_size=world_size,
+        )
         self.folder = self._owner.folder
         self.alignment_nbytes = max(probe.offset_alignment_nbytes, _LEAST_ALIGNMENT_NBYTES)
         self._engine = engine
         self._probe = probe
         self._checksum = checksum
         self._timeout_s = timeout_s
-        self._manifest = Manifest(run=run, rank=rank, world_size=world_size)
+        self._manifest = Manifest(
+            run=run, rank=rank, world_size=world_size,
+            striping=Striping.over(self._owner.folders, probe),
+        )
         self._files: dict[str, SwapFile] = {}
         self._in_flight: dict[str, list[StoreRequest]] = {}
         self._lock = threading.RLock()
@@ -117,8 +123,7 @@ class Store:
                 for key in specs:
                     del self._manifest.entries[key]
                 del self._files[name]
-                file.close()
-                file.path.unlink()
+                file.remove()
                 raise
 
     def allocate(self, name: str, key: str, spec: TensorSpec) -> None:

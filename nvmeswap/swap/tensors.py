@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from nvmeswap.config import AioConfig, SwapBlock, check_folder
+from nvmeswap.config import AioConfig, SwapBlock, check_folders
 from nvmeswap.errors import SwapManifestError, SwapUsageError
 from nvmeswap.io.engine import Lane
 from nvmeswap.stats import StoreStats
@@ -62,7 +62,8 @@ class TensorSwapper:
             swapper.swap_out("weight", weight)
             weight = swapper.swap_in("weight")
 
-    Args: `nvme_path`, an existing folder; `swap` and `aio`, as in the JSON.
+    Args: `nvme_path`, an existing folder, or one on each of several drives; `swap` and `aio`, as in
+    the JSON.
     Raises: SwapPathError on construction; SwapSpaceError and SwapWriteError on swap_out, with the
     tensor in memory intact; SwapReadError, SwapChecksumError, SwapManifestError on swap_in.
     Blocking: all but the forms called `_async` and `prefetch`. Threads: one at a time.
@@ -72,14 +73,14 @@ class TensorSwapper:
 
     def __init__(
         self,
-        nvme_path: str | Path,
+        nvme_path: str | Path | Sequence[str | Path],
         *,
         swap: SwapBlock | None = None,
         aio: AioConfig | None = None,
     ) -> None:
-        check_folder(Path(nvme_path), key="nvme_path")
+        folders = check_folders(nvme_path, key="nvme_path")
         self._space = SwapSpace(
-            Placement(Path(nvme_path), new_run_name()),
+            Placement(folders, new_run_name()),
             {},
             swap=swap or SwapBlock(),
             aio=aio or AioConfig(),
