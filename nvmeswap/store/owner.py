@@ -172,20 +172,25 @@ class OwnedFolders:
             for path in nvme_paths:
                 owned.append(OwnedFolder.claim(path, run=run, rank=rank, world_size=world_size))
         except BaseException:
-            _release_each(owned, remove=True)
+            for each in owned:
+                each.release()
             raise
         return cls(owned)
 
     def release(self, *, remove: bool = True) -> None:
-        """As `OwnedFolder.release`, of each."""
-        _release_each(self._owned, remove=remove)
-
-
-def _release_each(owned: Sequence[OwnedFolder], *, remove: bool) -> None:
-    """All, also when one raises: a drive that is gone must not leave its neighbours full."""
-    with contextlib.ExitStack() as stack:
-        for each in owned:
-            stack.callback(each.release, remove=remove)
+        """As `OwnedFolder.release`, of each, also when one fails: a drive that is gone must not
+        leave its neighbours full. Raises SwapPathError naming the last that failed."""
+        failed: SwapPathError | None = None
+        for each in self._owned:
+            try:
+                each.release(remove=remove)
+            except OSError as error:
+                failed = SwapPathError(
+                    "swap files could not be removed", path=each.folder, errno=error.errno,
+                    fix="see `dmesg` for the drive's state; the next start there removes them",
+                )
+        if failed is not None:
+            raise failed
 
 
 def _check_folder(nvme_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,7 +19,15 @@ from nvmeswap.errors import (
     SwapTimeoutError,
     SwapUsageError,
 )
-from nvmeswap.io import DirectMode, Engine, File, Member, Stripes, padded_nbytes
+from nvmeswap.io import (
+    BufferedFallbackWarning,
+    DirectMode,
+    Engine,
+    File,
+    Member,
+    Stripes,
+    padded_nbytes,
+)
 
 MIB = 1 << 20
 POISON, GUARD = 0xAA, 0x5C
@@ -257,43 +264,41 @@ def test_member_that_ends_early_is_named_and_the_others_go_on(
         assert torch.equal(buffers[i], source[i * 65536 : (i + 1) * 65536])
 
 
-def mount(folder: Path, *options: str) -> None:
-    folder.mkdir()
-    done = subprocess.run(["mount", *options, str(folder)], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"can't mount: {done.stderr.strip()}")
-
-
-def test_full_member_is_named_with_its_free_bytes(engine: Engine, tmp_path: Path) -> None:
+def test_full_member_is_named_with_its_free_bytes(
+    engine: Engine, tmp_path: Path, small_tmpfs: Path
+) -> None:
     """Else the wrong drive is cleared.  field case K01"""
-    full = tmp_path / "full"
-    mount(full, "-t", "tmpfs", "-o", "size=1m", "tmpfs")
-    try:
-        stripes = Stripes((1, 1), 65536)
-        members = [make_members(tmp_path, stripes, 8 * MIB)[0],
-                   make_members(full, stripes, 8 * MIB)[1]]
-        file = open_striped(engine, members, stripes.nbytes)
-        source = torch.ones(8 * MIB, dtype=torch.uint8)
-        with pytest.raises(SwapSpaceError) as raised:
+    stripes = Stripes((1, 1), 65536)
+    members = [make_members(tmp_path, stripes, 8 * MIB)[0],
+               make_members(small_tmpfs, stripes, 8 * MIB)[1]]
+    file = open_striped(engine, members, stripes.nbytes)
+    source = torch.ones(8 * MIB, dtype=torch.uint8)
+    with pytest.raises(SwapSpaceError) as raised:
+        engine.write(file, 0, source).wait()
+    assert raised.value.path == members[1].path
+    assert raised.value.got_nbytes is not None and raised.value.got_nbytes < MIB
+    engine.write(file, 0, source[:65536]).wait()
+    file.close()
+
+
+def test_member_that_refuses_direct_io_falls_back_alone(
+    tmp_path: Path, random_bytes: MakeBytes
+) -> None:
+    """Else one odd filesystem takes direct I/O from all drives."""
+    stripes = Stripes((1, 1), 65536)
+    source = random_bytes(MIB)
+    with Engine(backend="fault", block_nbytes=65536, fault_script="write 2 errno 22") as engine:
+        file = open_striped(engine, make_members(tmp_path, stripes, MIB), stripes.nbytes)
+        with pytest.warns(BufferedFallbackWarning):
             engine.write(file, 0, source).wait()
-        assert raised.value.path == members[1].path
-        assert raised.value.got_nbytes is not None and raised.value.got_nbytes < MIB
-        engine.write(file, 0, source[:65536]).wait()
-        file.close()
-    finally:
-        subprocess.run(["umount", "--lazy", str(full)], check=True)
-
-
-@pytest.fixture
-def drive_to_lose(tmp_path: Path) -> Iterator[tuple[Path, Callable[[], None]]]:
-    """A folder on an ext4 of its own, and a call after which its drive answers EIO."""
-    image, folder = tmp_path / "image", tmp_path / "lost"
-    with image.open("wb") as file:
-        file.truncate(32 * MIB)
-    subprocess.run(["mkfs.ext4", "-q", "-O", "^has_journal", str(image)], check=True)
-    mount(folder, "-o", "loop", str(image))
-    yield folder, lambda: os.truncate(image, MIB)
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+        assert not file.direct
+        before = engine.stats()
+        destination = torch.full_like(source, POISON)
+        engine.read(file, 0, destination).wait()
+        after = engine.stats()
+    assert torch.equal(destination, source)
+    assert after.read_direct_nbytes - before.read_direct_nbytes == MIB // 2
+    assert after.read_buffered_nbytes - before.read_buffered_nbytes == MIB // 2
 
 
 def test_lost_drive_is_named_and_the_other_serves_its_own(
@@ -308,7 +313,6 @@ def test_lost_drive_is_named_and_the_other_serves_its_own(
     file = open_striped(engine, members, stripes.nbytes)
     source = random_bytes(8 * MIB)
     engine.write(file, 0, source).wait()
-    subprocess.run(["sync", str(folder)], check=True)
     lose()
     destination = torch.full_like(source, POISON)
     with pytest.raises(SwapReadError) as raised:
