@@ -185,7 +185,8 @@ class AioConfig(Block):
         ge=1,
         le=4096,
         description=(
-            "Blocks in the kernel at a time. Raise it for RAID, or if the drive is not busy."
+            "Blocks in the kernel at a time, over all drives. Raise it for RAID, for more than "
+            "eight drives, or if the drive is not busy."
         ),
     )
     intra_op_parallelism: int = Field(

@@ -111,8 +111,10 @@ class Request:
 
     def _timeout_error(self, timeout_s: float | None) -> SwapTimeoutError:
         verb = "write" if self._direction is Direction.WRITE else "read"
+        over = ", ".join(map(str, self._file.paths))
         return SwapTimeoutError(
             f"a {verb} was not over within {timeout_s} s",
+            cause=f"it is striped over {over}" if len(self._file.paths) > 1 else None,
             path=self._file.path,
             offset_bytes=int(self._pieces[0, 1]),
             wanted_nbytes=self.nbytes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -59,6 +60,18 @@ def test_several_folders_are_measured_and_left_clean(tmp_path: Path) -> None:
     for drive in probe.drives:
         assert drive.read_nbytes_per_s and drive.write_nbytes_per_s and drive.weight >= 1
     assert not any(list(folder.iterdir()) for folder in folders)
+
+
+def test_backend_that_does_not_suit_one_folder_is_used_for_none(tmp_path: Path) -> None:
+    """Else transfers to one drive run within the submission of the others'."""
+    with (
+        tempfile.TemporaryDirectory(prefix="nvmeswap-test-", dir="/dev/shm") as memory,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        probe = probe_folders([tmp_path, Path(memory)])
+    assert probe.backend == "posix"
+    assert len(probe.drives) == 2
 
 
 def test_folder_that_is_missing_is_named(tmp_path: Path) -> None:
