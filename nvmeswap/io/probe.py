@@ -42,11 +42,13 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Drive:
-    """A folder that swap files are striped over. Of each row of stripes it gets `weight`, by the
-    bandwidth measured there (bytes a second; None where it is alone and nothing was measured)."""
+    """A folder that swap files are striped over, with its own findings. Of each row of stripes it
+    gets `weight`, by the bandwidth measured there (bytes a second; None where it is alone and
+    nothing was measured)."""
 
     folder: Path
     direct: bool
+    offset_alignment_nbytes: int
     weight: int = 1
     read_nbytes_per_s: float | None = None
     write_nbytes_per_s: float | None = None
@@ -109,7 +111,7 @@ def probe_folder(
                 refused.append(Refusal(name, _reason(error)))
                 continue
             return FolderProbe(folder, filesystem, name, is_direct, offset_nbytes, memory_nbytes,
-                               tuple(refused), (Drive(folder, is_direct),))
+                               tuple(refused), (Drive(folder, is_direct, offset_nbytes),))
     finally:
         trial_path.unlink(missing_ok=True)
     raise SwapPathError(

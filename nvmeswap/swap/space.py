@@ -96,10 +96,11 @@ class SwapSpace:
         folders = [folder.absolute() for folder in placement.folders]  # a later chdir: no matter
         direct = DirectMode[swap.direct.upper()]
         self.probe = probe_folders(folders, backend=swap.backend, direct=direct)
-        if self.probe.offset_alignment_nbytes > _LARGEST_ALIGNMENT_NBYTES:
+        coarsest = max(self.probe.drives, key=lambda drive: drive.offset_alignment_nbytes)
+        if coarsest.offset_alignment_nbytes > _LARGEST_ALIGNMENT_NBYTES:
             raise SwapPathError(
-                f"this drive's blocks are {self.probe.offset_alignment_nbytes} bytes",
-                path=folders[0],
+                f"this drive's blocks are {coarsest.offset_alignment_nbytes} bytes",
+                path=coarsest.folder,
                 fix=f"use a drive with blocks of at most {_LARGEST_ALIGNMENT_NBYTES} bytes, or "
                 'set "nvmeswap": {"direct": "off"}',
             )

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nvmeswap.errors import SwapOwnerError, SwapPathError, SwapSpaceError
-from nvmeswap.io import Drive, Engine, Lane, probe_folder
+from nvmeswap.io import Engine, Lane, probe_folder
 from nvmeswap.io.file import STRIPE_NBYTES
 from nvmeswap.io.probe import FolderProbe
 from nvmeswap.store.manifest import Manifest
@@ -28,7 +28,7 @@ def probe_of(folders: dict[Path, int]) -> FolderProbe:
     probes = [probe_folder(folder) for folder in folders]
     backend = "posix" if len({probe.backend for probe in probes}) > 1 else probes[0].backend
     drives = tuple(
-        Drive(probe.folder, probe.direct, weight)
+        replace(probe.drives[0], weight=weight)
         for probe, weight in zip(probes, folders.values(), strict=True)
     )
     return replace(probes[0], backend=backend, drives=drives)
