@@ -6,6 +6,8 @@ setup.py refers to `ffibuilder`; `python native/build.py` builds in place for de
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,12 +19,17 @@ SOURCES = sorted((ROOT / "native").glob("*.c"))
 
 
 def require_headers() -> None:
-    """Stop with the line that mends it rather than with the compiler's."""
-    compiler = os.environ.get("CC", "cc").split()
+    """Stop with the line that mends it rather than with the compiler's. Asks with the flags that
+    the build will use, since headers may lie where only those point."""
+    command = shlex.split(os.environ.get("CC", "cc"))
+    for flags in ("CPPFLAGS", "CFLAGS"):
+        command += shlex.split(os.environ.get(flags, ""))
+    if shutil.which(command[0]) is None:
+        sys.exit(f"nvmeswap: no C compiler ({command[0]} not found); install: apt-get install gcc")
     missing = []
     for header, package in (("libaio.h", "libaio-dev"), ("liburing.h", "liburing-dev"),
                             ("xxhash.h", "libxxhash-dev")):
-        probe = subprocess.run([*compiler, "-E", "-x", "c", "-"],
+        probe = subprocess.run([*command, "-E", "-x", "c", "-"],
                                input=f"#include <{header}>\n".encode(),
                                capture_output=True, check=False)
         if probe.returncode != 0:

@@ -20,7 +20,7 @@ from nvmeswap.io import native
 from nvmeswap.io.alignment import padded_nbytes
 from nvmeswap.io.engine import Engine
 from nvmeswap.io.file import DirectMode
-from nvmeswap.io.probe import FolderProbe, create_trial_file, probe_folder
+from nvmeswap.io.probe import FolderProbe, probe_folder, trial_file
 
 _MEASURED_NBYTES = 64 << 20
 _PIECE_NBYTES = 8 << 20
@@ -77,28 +77,28 @@ def measure_bandwidth(probe: FolderProbe) -> tuple[float, float]:
     """
     pieces = [_random_page_aligned(_PIECE_NBYTES)] * (_MEASURED_NBYTES // _PIECE_NBYTES)
     offsets = range(0, _MEASURED_NBYTES, _PIECE_NBYTES)
-    path = create_trial_file(probe.folder)
-    try:
-        os.truncate(path, _MEASURED_NBYTES)
-        with Engine(backend=probe.backend) as engine, path.open("rb") as descriptor:
-            file = engine.open(
-                path,
-                direct=DirectMode.PREFER if probe.direct else DirectMode.OFF,
-                offset_alignment_nbytes=probe.offset_alignment_nbytes,
-                memory_alignment_nbytes=probe.memory_alignment_nbytes,
-            )
-            engine.write_many(file, offsets, pieces).wait()
-            began_s = time.perf_counter()
-            engine.write_many(file, offsets, pieces).wait()
-            os.fdatasync(descriptor.fileno())
-            written_s = time.perf_counter()
-            os.posix_fadvise(descriptor.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            read_began_s = time.perf_counter()
-            engine.read_many(file, offsets, pieces).wait()
-            read_s = time.perf_counter()
-            file.close()
-    finally:
-        path.unlink(missing_ok=True)
+    with (
+        trial_file(probe.folder) as path,
+        path.open("r+b") as descriptor,
+        Engine(backend=probe.backend) as engine,
+    ):
+        descriptor.truncate(_MEASURED_NBYTES)
+        file = engine.open(
+            path,
+            direct=DirectMode.PREFER if probe.direct else DirectMode.OFF,
+            offset_alignment_nbytes=probe.offset_alignment_nbytes,
+            memory_alignment_nbytes=probe.memory_alignment_nbytes,
+        )
+        engine.write_many(file, offsets, pieces).wait()
+        began_s = time.perf_counter()
+        engine.write_many(file, offsets, pieces).wait()
+        os.fdatasync(descriptor.fileno())
+        written_s = time.perf_counter()
+        os.posix_fadvise(descriptor.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        read_began_s = time.perf_counter()
+        engine.read_many(file, offsets, pieces).wait()
+        read_s = time.perf_counter()
+        file.close()
     return _MEASURED_NBYTES / (read_s - read_began_s), _MEASURED_NBYTES / (written_s - began_s)
 
 
@@ -138,7 +138,9 @@ def _warn_of_slow_drives(
 
 
 def _random_page_aligned(nbytes: int) -> torch.Tensor:
-    """Some drives compress, so zeros would say nothing."""
-    memory = torch.empty(nbytes + _PAGE_NBYTES, dtype=torch.uint8).random_()
+    """Some drives compress, so zeros would say nothing. The user's random numbers stay as they
+    are."""
+    memory = torch.empty(nbytes + _PAGE_NBYTES, dtype=torch.uint8)
+    memory.random_(generator=torch.Generator())
     start = padded_nbytes(memory.data_ptr(), _PAGE_NBYTES) - memory.data_ptr()
     return memory[start : start + nbytes]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from pathlib import Path
 
@@ -27,6 +28,9 @@ _NOTES = {
     "ramfs": "it lives in RAM: what is swapped there frees no memory",
 }
 
+# Blanks in a mount point are written as octal escapes, all else as it is, in any encoding.
+_ESCAPE = re.compile(rb"\\([0-7]{3})")
+
 _told: set[tuple[type[Warning], Path]] = set()
 
 
@@ -34,15 +38,18 @@ def filesystem_type(folder: Path, *, mountinfo: Path = Path("/proc/self/mountinf
     """The type ("ext4", "tmpfs", ...) of the mount that holds `folder`, or "unknown"."""
     resolved = os.path.realpath(folder)
     best_point, best_type = "", "unknown"
-    for line in mountinfo.read_text().splitlines():
-        before, _, after = line.partition(" - ")
-        # Blanks in a mount point are written as octal escapes.
-        point = before.split()[4].encode().decode("unicode_escape")
+    for line in mountinfo.read_bytes().splitlines():
+        before, _, after = line.partition(b" - ")
+        point = os.fsdecode(_ESCAPE.sub(_unescaped, before.split(b" ")[4]))
         inside = resolved == point or resolved.startswith(point.rstrip("/") + "/")
         # A later mount over the same point hides the earlier one.
         if inside and len(point) >= len(best_point):
-            best_point, best_type = point, after.split()[0]
+            best_point, best_type = point, after.split(b" ")[0].decode()
     return best_type
+
+
+def _unescaped(escape: re.Match[bytes]) -> bytes:
+    return bytes([int(escape[1], 8)])
 
 
 def filesystem_note(filesystem: str) -> str | None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
 import stat
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +25,9 @@ from nvmeswap.io.filesystem import filesystem_type, warn_filesystem
 _LAYOUT_ALIGNMENT_NBYTES = 4096
 # What is assumed of memory where statx doesn't say: a page satisfies every filesystem.
 _PAGE_NBYTES = 4096
-_TRIAL_NBYTES = 1 << 16
+# So little that torch takes no threads for it: a forked child would wait for its parent's for ever.
+_TRIAL_NBYTES = 1 << 14
+_TRIAL_PREFIX = ".nvmeswap-probe-"
 # Best first. At 512 KiB and above all are as fast; they differ in CPU, where uring's registered
 # memory and files are worth a quarter to a third of aio's, and threads cost two to three times it.
 _LADDER = ("uring", "aio", "posix")
@@ -81,15 +86,14 @@ def probe_folder(
 
     "auto" tries uring, aio and posix in turn, but posix alone where the filesystem can't be asked
     not to block (tmpfs): there the others are detours to a worse pool of threads. A name tries that
-    one only. Leaves nothing behind. Warns once a folder (`BufferedFallbackWarning`) when direct I/O
-    is refused, at the open or later, and (`FilesystemWarning`) when the filesystem isn't a local
-    disk's.
+    one only. Leaves nothing behind, nor what a prober that was killed has left. Warns once a folder
+    (`BufferedFallbackWarning`) when direct I/O is refused, at the open or later, and
+    (`FilesystemWarning`) when the filesystem isn't a local disk's.
 
     Raises SwapPathError when the folder is missing, no folder or not writable, when direct I/O is
     REQUIRED and refused, and when no backend passes. Blocks for a few milliseconds.
     """
-    trial_path = create_trial_file(folder)
-    try:
+    with trial_file(folder) as trial_path:
         filesystem = filesystem_type(folder)
         warn_filesystem(folder, filesystem)
         memory_nbytes, offset_nbytes = native.probe_alignment(trial_path) or (_PAGE_NBYTES, 1)
@@ -108,17 +112,11 @@ def probe_folder(
             except (SwapConfigError, SwapIOError) as error:
                 if direct is DirectMode.REQUIRE and error.errno == errno.EINVAL:
                     raise _direct_refused(folder, filesystem, error) from error
-                refused.append(Refusal(name, _reason(error)))
+                refused.append(Refusal(name, _reason(name, error)))
                 continue
             return FolderProbe(folder, filesystem, name, is_direct, offset_nbytes, memory_nbytes,
                                tuple(refused), (Drive(folder, is_direct, offset_nbytes),))
-    finally:
-        trial_path.unlink(missing_ok=True)
-    raise SwapPathError(
-        f"no I/O backend works in {folder} ({filesystem})", path=folder,
-        cause="; ".join(f"{refusal.backend}: {refusal.reason}" for refusal in refused),
-        fix="use a folder on a local drive",
-    )
+    raise _none_works(folder, filesystem, backend, refused)
 
 
 def _try_backend(
@@ -126,7 +124,7 @@ def _try_backend(
 ) -> bool:
     """Whether it was direct to the end. Raises SwapConfigError or SwapIOError if it failed."""
     nbytes = max(_TRIAL_NBYTES, offset_nbytes)
-    memory = torch.zeros(3 * nbytes, dtype=torch.uint8)
+    memory = torch.empty(3 * nbytes, dtype=torch.uint8)
     start = padded_nbytes(memory.data_ptr(), nbytes) - memory.data_ptr()
     written, came_back = memory[start:].narrow(0, 0, 2 * nbytes).split(nbytes)
     written.copy_(torch.arange(nbytes) % 251)
@@ -157,8 +155,28 @@ def _can_ask_not_to_block(path: Path) -> bool:
     return True
 
 
-def create_trial_file(folder: Path) -> Path:
-    """A file in the folder, which proves that it is one and can be written."""
+@contextlib.contextmanager
+def trial_file(folder: Path) -> Iterator[Path]:
+    """A file in the folder, which proves that it is one and can be written. It is locked while its
+    prober lives, so that others can tell it from one whose prober was killed."""
+    _check_folder(folder)
+    _remove_forgotten(folder)
+    while True:
+        fd, name = _create_trial_file(folder)
+        try:
+            _lock(fd)
+            if not os.fstat(fd).st_nlink:  # another prober found it before it was locked
+                continue
+            try:
+                yield Path(name)
+            finally:
+                Path(name).unlink(missing_ok=True)
+            return
+        finally:
+            os.close(fd)
+
+
+def _check_folder(folder: Path) -> None:
     try:
         facts = folder.stat()
     except OSError as error:
@@ -167,16 +185,52 @@ def create_trial_file(folder: Path) -> Path:
     if not stat.S_ISDIR(facts.st_mode):
         raise SwapPathError(f"{folder} is not a folder", path=folder, errno=errno.ENOTDIR,
                             fix="name a folder, on the drive that is to be swapped to")
+
+
+def _create_trial_file(folder: Path) -> tuple[int, str]:
     try:
-        fd, name = tempfile.mkstemp(prefix=".nvmeswap-probe-", dir=folder)
+        return tempfile.mkstemp(prefix=_TRIAL_PREFIX, dir=folder)
     except OSError as error:
+        facts = folder.stat()
         raise SwapPathError(
             f"the folder {folder} can't be written", path=folder, errno=error.errno,
             cause=f"uid {os.geteuid()}, owner {facts.st_uid}, mode {stat.filemode(facts.st_mode)}",
             fix=f"chown {os.geteuid()} {folder}, or free space on it, or name another folder",
         ) from error
-    os.close(fd)
-    return Path(name)
+
+
+def _remove_forgotten(folder: Path) -> None:
+    for path in folder.glob(f"{_TRIAL_PREFIX}*"):
+        with contextlib.suppress(OSError):  # another user's, or gone
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                if _lock(fd):
+                    path.unlink()
+            finally:
+                os.close(fd)
+
+
+def _lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # somebody else's, or a filesystem without locks
+        return False
+    return True
+
+
+def _none_works(
+    folder: Path, filesystem: str, backend: str, refused: list[Refusal]
+) -> SwapPathError:
+    place = f"in {folder} ({filesystem})"
+    chosen = backend != "auto"
+    return SwapPathError(
+        f"the I/O backend {backend!r} does not work {place}" if chosen
+        else f"no I/O backend works {place}",
+        path=folder,
+        cause="; ".join(f"{refusal.backend}: {refusal.reason}" for refusal in refused),
+        fix='set "backend" to "auto", which takes the best that works' if chosen
+        else "use a folder on a local drive",
+    )
 
 
 def _direct_refused(
@@ -188,9 +242,13 @@ def _direct_refused(
     )
 
 
-def _reason(error: SwapConfigError | SwapIOError) -> str:
+def _reason(backend: str, error: SwapConfigError | SwapIOError) -> str:
     facts = [error.what, error.cause]
     if error.errno is not None:
         name = errno.errorcode.get(error.errno, str(error.errno))
         facts.append(f"{name} ({os.strerror(error.errno)})")
+    if backend == "aio" and error.errno == errno.EAGAIN:
+        used, most = (Path(f"/proc/sys/fs/aio-{name}").read_text().strip()
+                      for name in ("nr", "max-nr"))
+        facts.append(f"fs.aio-nr is {used}, fs.aio-max-nr {most}")
     return ", ".join(fact for fact in facts if fact)

@@ -22,7 +22,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,7 +30,10 @@ from nvmeswap.errors import SwapManifestError
 from nvmeswap.io.file import STRIPE_NBYTES
 from nvmeswap.io.probe import FolderProbe
 from nvmeswap.store.extents import Extent
-from nvmeswap.store.written import WrittenRange, WrittenRanges
+from nvmeswap.store.written import WrittenRanges
+
+if TYPE_CHECKING:
+    from nvmeswap.store.request import StoreRequest
 
 FORMAT = 1
 STRIPED_FORMAT = 2
@@ -70,13 +73,15 @@ class Striping:
 
 @dataclass(slots=True)
 class ManifestEntry:
-    """One key: where its bytes are, how often they were written, and the sums known for them."""
+    """One key: where its bytes are, how often they were written, and the sums known for them.
+    `in_flight` are the requests under way on it; they are not saved."""
 
     file: str
     spec: TensorSpec
     extent: Extent
+    written: WrittenRanges
     generation: int = 0
-    written: WrittenRanges = field(default_factory=WrittenRanges)
+    in_flight: tuple[StoreRequest, ...] = ()
 
 
 @dataclass(slots=True)
@@ -105,7 +110,8 @@ class Manifest:
         _compare("the manifest", "run", self.run, run)
 
     def save(self, path: Path) -> None:
-        """Writes the file beside `path`, then renames it over; blocks. Raises OSError."""
+        """Writes the file beside `path`, for its owner's eyes only, then renames it over; blocks.
+        Raises OSError."""
         content: dict[str, Any] = {
             "format": FORMAT if self.striping is None else STRIPED_FORMAT,
             "run": self.run,
@@ -116,8 +122,9 @@ class Manifest:
         if self.striping is not None:
             content["striping"] = asdict(self.striping)
         partial = path.with_suffix(".partial")
-        with partial.open("w") as file:
-            json.dump(content, file)
+        partial.unlink(missing_ok=True)  # an interrupted save's, or a link: never written through
+        with open(partial, "x", opener=_open_private) as file:
+            file.write(json.dumps(content))  # json.dump would take the slow encoder
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
@@ -127,7 +134,8 @@ class Manifest:
         """Reads what `save` wrote; blocks. Raises SwapManifestError (field "format") for anything
         else, and OSError."""
         try:
-            content = json.loads(path.read_bytes())
+            with open(path, "rb", opener=_open_private) as file:
+                content = json.load(file)
             striping = None
             if content["format"] == STRIPED_FORMAT:
                 striping = _striping_from_json(content["striping"])
@@ -144,6 +152,10 @@ class Manifest:
             raise SwapManifestError(
                 f"not a manifest ({type(error).__name__}: {error})", field="format", path=path
             ) from error
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 
 def _compare(whose: str, field_name: str, stored: object, asked: object) -> None:
@@ -166,8 +178,8 @@ def _entry_to_json(entry: ManifestEntry) -> dict[str, Any]:
         "padded_nbytes": entry.extent.padded_nbytes,
         "generation": entry.generation,
         "written": [
-            [each.first_byte, each.end_byte, None if each.digest is None else f"{each.digest:016x}"]
-            for each in entry.written.ranges
+            [first_byte, end_byte, None if digest is None else f"{digest:016x}"]
+            for first_byte, end_byte, digest in entry.written.ranges
         ],
     }
 
@@ -186,11 +198,12 @@ def _entry_from_json(content: dict[str, Any]) -> ManifestEntry:
         file=content["file"],
         spec=TensorSpec(dtype, tuple(content["shape"]), tuple(content["stride"])),
         extent=Extent(content["offset_bytes"], content["nbytes"], content["padded_nbytes"]),
-        generation=content["generation"],
         written=WrittenRanges(
+            content["nbytes"],
             [
-                WrittenRange(first_byte, end_byte, None if digest is None else int(digest, 16))
+                (first_byte, end_byte, None if digest is None else int(digest, 16))
                 for first_byte, end_byte, digest in content["written"]
-            ]
+            ],
         ),
+        generation=content["generation"],
     )

@@ -10,15 +10,21 @@ and power loss included; a second open in the same process is refused like anybo
 child shares it, and would keep it alive past its parent, so children close their copies (closing
 does not unlock the parent's, LOCK_UN would). Hence the lock alone says who lives; pid, boot id and
 times in owner.json are for people.
+
+The files hold weights, and clearing deletes: so folders are 0700 and files 0600 whatever the umask,
+no link is followed, no folder of another user or on another mount entered, and names are resolved
+within descriptors of the folders above, so that a folder replaced meanwhile leads nowhere else.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import re
+import stat
 import threading
 import time
 import weakref
@@ -29,6 +35,7 @@ import psutil
 
 from nvmeswap.errors import SwapConfigError, SwapOwnerError, SwapPathError, SwapTimeoutError
 
+_ROOT = "nvmeswap"
 OWNER_FILE = "owner.json"
 MANIFEST_FILE = "manifest.json"
 _OUR_FILES = re.compile(r"[A-Za-z0-9_-]+\.swp|manifest\.(json|partial)")
@@ -56,10 +63,10 @@ os.register_at_fork(
 )
 
 
-def _try_lock(path: Path, flags: int) -> int | None:
+def _try_lock(name: str, flags: int, *, folder_fd: int) -> int | None:
     """Opens and locks; the descriptor, or None if somebody else holds the lock."""
     with _locked_fds_guard:
-        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        fd = os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=folder_fd)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -79,10 +86,10 @@ def _unlock(fd: int) -> None:
 
 
 @contextlib.contextmanager
-def _claims_locked(root: Path, timeout_s: float) -> Iterator[None]:
+def _claims_locked(root: Path, root_fd: int, timeout_s: float) -> Iterator[None]:
     """Alone in claiming and clearing below `root`, so that no folder is seen half made."""
     deadline = time.monotonic() + timeout_s
-    while (fd := _try_lock(root / ".lock", os.O_RDWR | os.O_CREAT)) is None:
+    while (fd := _try_lock(".lock", os.O_RDWR | os.O_CREAT, folder_fd=root_fd)) is None:
         if time.monotonic() >= deadline:
             raise SwapTimeoutError(
                 "another process is claiming or clearing swap folders and does not finish",
@@ -94,6 +101,41 @@ def _claims_locked(root: Path, timeout_s: float) -> Iterator[None]:
         yield
     finally:
         _unlock(fd)
+
+
+@contextlib.contextmanager
+def _opened(folder: str | Path, *, parent_fd: int | None = None) -> Iterator[int]:
+    """A descriptor of a folder; within `parent_fd` of nothing but a real one, on the same mount.
+    Raises OSError."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    flags |= 0 if parent_fd is None else os.O_NOFOLLOW
+    fd = os.open(folder, flags, dir_fd=parent_fd)
+    try:
+        if parent_fd is not None and _mount_of(fd) != _mount_of(parent_fd):
+            raise OSError(errno.EXDEV, "it is a mount point", str(folder))
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _made(folder: str, *, parent_fd: int) -> Iterator[int]:
+    """The same for a folder of ours, made where it is missing, that nobody else may enter."""
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder, 0o700, dir_fd=parent_fd)
+    with _opened(folder, parent_fd=parent_fd) as fd:
+        facts = os.fstat(fd)
+        if facts.st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, f"it belongs to uid {facts.st_uid}", folder)
+        if facts.st_mode & 0o077:
+            os.fchmod(fd, 0o700)
+        yield fd
+
+
+def _mount_of(fd: int) -> str:
+    """Tells mounts apart that show the same filesystem (bind mounts), which st_dev does not."""
+    facts = Path(f"/proc/self/fdinfo/{fd}").read_text()
+    return facts.partition("mnt_id:")[2].split("\n")[0]
 
 
 class OwnedFolder:
@@ -125,20 +167,25 @@ class OwnedFolder:
                 fix="letters, digits, dots, dashes and underscores; at most 128",
             )
         _check_folder(nvme_path)
-        root = nvme_path / "nvmeswap"
+        root = nvme_path / _ROOT
         folder = root / run / f"rank{rank:05d}"
         try:
-            root.mkdir(exist_ok=True)
-            with _claims_locked(root, _LOCK_TIMEOUT_S):
-                removed = _remove_dead(root)
-                fd = _lock_own(folder)
+            with (
+                _opened(nvme_path) as nvme_fd,
+                _made(_ROOT, parent_fd=nvme_fd) as root_fd,
+                _claims_locked(root, root_fd, _LOCK_TIMEOUT_S),
+            ):
+                removed = tuple(root / each for each in _remove_dead(root_fd))
+                fd = _lock_own(folder, root_fd)
                 _write_owner(fd, run=run, rank=rank, world_size=world_size)
         except OSError as error:
             raise SwapPathError(
                 "the folder for swap files can't be written",
                 path=nvme_path,
                 errno=error.errno,
-                fix="choose a folder that this user may write, on a filesystem with locks",
+                cause=f"{error.filename}: {error.strerror}" if error.filename else None,
+                fix="choose a folder that this user may write, on a filesystem with locks; nothing "
+                f"but {_ROOT}'s own folders may be in {root}",
             ) from error
         return cls(folder, fd, removed)
 
@@ -210,89 +257,104 @@ def _check_folder(nvme_path: Path) -> None:
         )
 
 
-def _remove_dead(root: Path) -> tuple[Path, ...]:
-    removed: list[Path] = []
-    for run_folder in _folders(root, _OUR_RUNS):
-        for folder in _folders(run_folder, _OUR_RANKS):
-            if _remove_if_dead(folder):
-                removed.append(folder)
-        _remove_if_empty(run_folder)
-    return tuple(removed)
+def _remove_dead(root_fd: int) -> list[str]:
+    """The folders removed, as <run>/<rank>."""
+    removed: list[str] = []
+    for run in _names(root_fd, _OUR_RUNS):
+        with contextlib.suppress(OSError), _opened(run, parent_fd=root_fd) as run_fd:
+            removed += [
+                f"{run}/{rank}"
+                for rank in _names(run_fd, _OUR_RANKS)
+                if _remove_if_dead(rank, run_fd)
+            ]
+        _remove_if_empty(run, root_fd)
+    return removed
 
 
-def _folders(parent: Path, names: re.Pattern[str]) -> list[Path]:
+def _names(folder_fd: int, pattern: re.Pattern[str]) -> list[str]:
+    return sorted(name for name in os.listdir(folder_fd) if pattern.fullmatch(name))
+
+
+def _remove_if_dead(rank: str, run_fd: int) -> bool:
     try:
-        return sorted(
-            entry
-            for entry in parent.iterdir()
-            if names.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink()
-        )
-    except FileNotFoundError:  # its owner is just releasing it
-        return []
-
-
-def _remove_if_dead(folder: Path) -> bool:
-    try:
-        fd = _try_lock(folder / OWNER_FILE, os.O_RDWR)
+        with _opened(rank, parent_fd=run_fd) as folder_fd:
+            was_dead = _clear_if_dead(folder_fd)
     except FileNotFoundError:
         # Not ours; or empty, because its owner died before it made the file, or is releasing it.
-        _remove_if_empty(folder)
+        was_dead = False
+    except OSError:  # a link, a mount point, or another user's
         return False
-    except OSError:  # another user's, or a link
-        return False
+    _remove_if_empty(rank, run_fd)
+    return was_dead
+
+
+def _clear_if_dead(folder_fd: int) -> bool:
+    """Removes a dead owner's files; False if the owner lives. Raises FileNotFoundError if nobody
+    owns the folder, OSError if the owner file is not one of ours."""
+    fd = _try_lock(OWNER_FILE, os.O_RDWR, folder_fd=folder_fd)
     if fd is None:
         return False
     try:
-        if not os.fstat(fd).st_nlink:  # released between our open and our lock
-            return False
-        _remove_files(folder)
+        facts = os.fstat(fd)
+        if not facts.st_nlink:  # released between our open and our lock
+            raise FileNotFoundError(errno.ENOENT, "it was released", OWNER_FILE)
+        if not stat.S_ISREG(facts.st_mode):
+            raise OSError(errno.EINVAL, "it is not a file", OWNER_FILE)
+        _remove_files(folder_fd)
     finally:
         _unlock(fd)
     return True
 
 
-def _remove_files(folder: Path) -> None:
-    """Removes files with our names and, if nothing is left, the folder. The owner file goes last:
-    what an interrupted removal leaves is still recognised as a dead owner's."""
-    with contextlib.suppress(FileNotFoundError):  # somebody else cleared it too
-        for entry in folder.iterdir():
-            if _OUR_FILES.fullmatch(entry.name) and not entry.is_dir():
-                entry.unlink()
-        (folder / OWNER_FILE).unlink()
-    _remove_if_empty(folder)
+def _remove_files(folder_fd: int) -> None:
+    """Removes files with our names. The owner file goes last: what an interrupted removal leaves is
+    still recognised as a dead owner's."""
+    for name in [*_names(folder_fd, _OUR_FILES), OWNER_FILE]:
+        with contextlib.suppress(FileNotFoundError):  # somebody else cleared it too
+            if stat.S_ISREG(os.stat(name, dir_fd=folder_fd, follow_symlinks=False).st_mode):
+                os.unlink(name, dir_fd=folder_fd)
 
 
-def _remove_if_empty(folder: Path) -> bool:
-    try:
-        folder.rmdir()
-    except OSError:  # not empty: something foreign, or somebody else's rank, is in it
-        return False
-    return True
+def _remove_if_empty(name: str, parent_fd: int) -> None:
+    with contextlib.suppress(OSError):  # something foreign, or somebody else's rank, is in it
+        os.rmdir(name, dir_fd=parent_fd)
 
 
-def _lock_own(folder: Path) -> int:
-    """Makes and locks. A neighbour that releases takes no claims lock, so its folders, or the owner
-    file that we have just opened, may go between two of our calls: then again."""
-    while True:
+def _lock_own(folder: Path, root_fd: int) -> int:
+    """Makes and locks. A neighbour that releases takes no claims lock, so its folders, or its owner
+    file, may go between two of our calls: then again. An owner file that is there already is never
+    written to: it may be a link to what is not ours."""
+    while os.fstat(root_fd).st_nlink:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            fd = _try_lock(folder / OWNER_FILE, os.O_RDWR | os.O_CREAT)
+            with (
+                _made(folder.parent.name, parent_fd=root_fd) as run_fd,
+                _made(folder.name, parent_fd=run_fd) as folder_fd,
+            ):
+                try:
+                    fd = _try_lock(
+                        OWNER_FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL, folder_fd=folder_fd
+                    )
+                except FileExistsError:
+                    if _clear_if_dead(folder_fd):
+                        continue
+                    raise SwapOwnerError(
+                        "run and rank are in use by another live owner: "
+                        f"{_owner_text(folder_fd)}",
+                        path=folder,
+                        fix="give each job its own run name, or stop the other one",
+                    ) from None
+                assert fd is not None, "only who holds the claims lock locks another's owner file"
+                return fd
         except FileNotFoundError:
             continue
-        if fd is None:
-            raise SwapOwnerError(
-                f"run and rank are in use by another live owner: {_owner_text(folder)}",
-                path=folder,
-                fix="give each job its own run name, or stop the other one",
-            )
-        if os.fstat(fd).st_nlink:
-            return fd
-        _unlock(fd)
+    raise FileNotFoundError(errno.ENOENT, "it was removed meanwhile", str(folder.parent.parent))
 
 
-def _owner_text(folder: Path) -> str:
+def _owner_text(folder_fd: int) -> str:
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        return (folder / OWNER_FILE).read_text()
+        with open(os.open(OWNER_FILE, flags, dir_fd=folder_fd)) as file:
+            return file.read()
     except OSError:
         return "unknown"
 
@@ -318,7 +380,22 @@ def _release(folder: Path, fd: int, owner_pid: int, remove: bool) -> None:
         return  # a forked child: its descriptor was closed at birth, and the files are not its own
     try:
         if remove:
-            _remove_files(folder)
-            _remove_if_empty(folder.parent)
+            _remove_own(folder, fd)
     finally:
         _unlock(fd)
+
+
+def _remove_own(folder: Path, owner_fd: int) -> None:
+    """By path, and only if what is there now is the folder that was claimed."""
+    with (
+        contextlib.suppress(FileNotFoundError, NotADirectoryError),
+        _opened(folder.parent.parent) as root_fd,
+        _opened(folder.parent.name, parent_fd=root_fd) as run_fd,
+    ):
+        with _opened(folder.name, parent_fd=run_fd) as folder_fd:
+            there = os.stat(OWNER_FILE, dir_fd=folder_fd, follow_symlinks=False)
+            if not os.path.samestat(there, os.fstat(owner_fd)):
+                return
+            _remove_files(folder_fd)
+        _remove_if_empty(folder.name, run_fd)
+        _remove_if_empty(folder.parent.name, root_fd)

@@ -7,23 +7,26 @@ import enum
 import errno
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 
 from nvmeswap.errors import SwapClosedError, SwapSpaceError, SwapUsageError, SwapWriteError
 from nvmeswap.io.alignment import padded_nbytes
+from nvmeswap.io.digest import CHUNK_NBYTES
 from nvmeswap.io.engine import Direction, Engine, Lane
 from nvmeswap.io.probe import FolderProbe
 from nvmeswap.stats import StoreStats
 from nvmeswap.store.manifest import Manifest, ManifestEntry, Striping, TensorSpec
 from nvmeswap.store.owner import MANIFEST_FILE, OwnedFolders
-from nvmeswap.store.request import Place, StoreRequest
+from nvmeswap.store.pieces import Pieces
+from nvmeswap.store.request import StoreBatch, StoreRequest, WantedSum, must_precede
 from nvmeswap.store.swapfile import SwapFile
-from nvmeswap.store.written import WrittenRange, digest_of
+from nvmeswap.store.written import WrittenRanges, bytes_of
 
-__all__ = ["Checksum", "Store", "StoreRequest", "TensorSpec"]
+__all__ = ["Checksum", "Store", "StoreBatch", "StoreRequest", "TensorSpec"]
 
 # Extents begin at multiples of at least this, whatever the drive's own sectors are (it may be
 # replaced by one with larger sectors, and memory pages have this size too).
@@ -45,6 +48,7 @@ class Store:
         store.create_file("params.swp", {"weight": TensorSpec(torch.float32, (8, 4), (4, 1))})
         store.write("weight", memory, lane=Lane.WRITEBACK).wait()
         store.read("weight", memory, lane=Lane.DEMAND).wait()
+        store.read_many(["weight", "bias"], [memory, other], lane=Lane.DEMAND).wait()
         store.close()
 
     Order: reads and writes of the same bytes of a key take effect in the order of the calls. For
@@ -77,22 +81,17 @@ class Store:
         checksum: Checksum = Checksum.ALL,
         timeout_s: float = 60.0,
     ) -> None:
-        self._owner = OwnedFolders.claim(
-            [nvme_path, *(drive.folder for drive in probe.drives[1:])],
-            run=run, rank=rank, world_size=world_size,
-        )
+        paths = [nvme_path, *(drive.folder for drive in probe.drives[1:])]
+        self._owner = OwnedFolders.claim(paths, run=run, rank=rank, world_size=world_size)
         self.folder = self._owner.folder
         self.alignment_nbytes = max(probe.offset_alignment_nbytes, _LEAST_ALIGNMENT_NBYTES)
         self._engine = engine
         self._probe = probe
         self._checksum = checksum
-        self._timeout_s = timeout_s
-        self._manifest = Manifest(
-            run=run, rank=rank, world_size=world_size,
-            striping=Striping.over(self._owner.folders, probe),
-        )
+        self.timeout_s = timeout_s
+        striping = Striping.over(self._owner.folders, probe)
+        self._manifest = Manifest(run, rank, world_size, striping=striping)
         self._files: dict[str, SwapFile] = {}
-        self._in_flight: dict[str, list[StoreRequest]] = {}
         self._lock = threading.RLock()
         self._closed = False
         self._read_nbytes = 0
@@ -115,8 +114,7 @@ class Store:
                 padded_nbytes(spec.nbytes, self.alignment_nbytes) for spec in specs.values()
             )
             file = self._create(name, file_nbytes)
-            for key, spec in specs.items():
-                self._add_entry(file, key, spec)
+            self._add_entries(file, specs)
             try:
                 self._save_manifest()
             except BaseException:
@@ -127,30 +125,37 @@ class Store:
                 raise
 
     def allocate(self, name: str, key: str, spec: TensorSpec) -> None:
-        """Adds one key to the file `name`, which is made or grown where needed; freed space is used
-        first. Raises SwapSpaceError, SwapWriteError, SwapPathError with everything as it was. The
-        manifest on disk follows when the file grows: rewriting it for each key would cost more than
-        moving a small tensor."""
+        """As `allocate_many`, one key."""
+        self.allocate_many(name, {key: spec})
+
+    def allocate_many(self, name: str, specs: Mapping[str, TensorSpec]) -> list[int]:
+        """Adds keys to the file `name`, which is made or grown where needed; freed space is used
+        first, and in fresh space the keys are neighbours in this order. Raises SwapSpaceError,
+        SwapWriteError, SwapPathError with everything as it was. The manifest on disk follows when
+        the file grows: rewriting it for each key would cost more than moving a small tensor.
+        Returns where in the file each key lies."""
         with self._lock:
             self._check_open()
-            assert key not in self._manifest.entries, f"keys are unique over the store: {key}"
+            taken = specs.keys() & self._manifest.entries.keys()
+            assert not taken, f"keys are unique over the store: {sorted(taken)}"
             file = self._files.get(name) or self._create(name, 0)
             nbytes_before = file.nbytes
-            self._add_entry(file, key, spec)
+            self._add_entries(file, specs)
             if file.nbytes != nbytes_before:
                 try:
                     self._save_manifest()
                 except BaseException:
-                    self._remove_entry(key)
+                    for key in specs:
+                        self._remove_entry(key)
                     raise
+            return [self._manifest.entries[key].extent.offset_bytes for key in specs]
 
     def free(self, key: str) -> None:
         """Forgets the key; its space can be allocated again. Waits for its requests in flight."""
         while True:
             with self._lock:
                 self._check_open()
-                self._entry(key)
-                in_flight = list(self._in_flight.get(key, ()))
+                in_flight = self._entry(key).in_flight
                 if not in_flight:
                     self._remove_entry(key)
                     return
@@ -178,12 +183,7 @@ class Store:
         `first_byte` is a multiple of `alignment_nbytes`; so is the end, unless it is the key's end.
         A write that fails leaves its bytes as if never written.
         """
-        source = _bytes_of(memory)
-        request, written = self._submit(key, source, Direction.WRITE, lane, first_byte)
-        if self._checksum is Checksum.ALL:
-            for each in written:
-                each.digest = digest_of(source)
-        return request
+        return self._submit(Direction.WRITE, [key], [memory], lane, first_byte)[0]
 
     def read(
         self, key: str, memory: torch.Tensor, *, lane: Lane, first_byte: int = 0
@@ -193,8 +193,24 @@ class Store:
 
         Raises SwapUsageError if any of these bytes was never written, or its last write failed.
         """
-        request, _ = self._submit(key, _bytes_of(memory), Direction.READ, lane, first_byte)
-        return request
+        return self._submit(Direction.READ, [key], [memory], lane, first_byte)[0]
+
+    def write_many(
+        self, keys: Sequence[str], memories: Sequence[torch.Tensor], *, lane: Lane
+    ) -> StoreBatch:
+        """Starts to write all of each key, as `write` does, at little more than the cost of moving
+        the bytes. Keys are of one file, in any order, each once; a key whose write fails leaves the
+        others good."""
+        requests = self._submit(Direction.WRITE, keys, memories, lane)
+        return StoreBatch(keys, requests, timeout_s=self.timeout_s)
+
+    def read_many(
+        self, keys: Sequence[str], memories: Sequence[torch.Tensor], *, lane: Lane
+    ) -> StoreBatch:
+        """Starts to read all of each key, as `read` does. Keys are of one file, in any order; one
+        that was never written is a SwapUsageError before anything is read."""
+        requests = self._submit(Direction.READ, keys, memories, lane)
+        return StoreBatch(keys, requests, timeout_s=self.timeout_s)
 
     def stats(self) -> StoreStats:
         """A consistent snapshot; a request counts once it is known to be done."""
@@ -213,7 +229,9 @@ class Store:
         call it again."""
         with self._lock:
             self._closed = True
-            in_flight = [each for requests in self._in_flight.values() for each in requests]
+            in_flight = [
+                each for entry in self._manifest.entries.values() for each in entry.in_flight
+            ]
         for request in in_flight:
             request.settle()
         with self._lock:
@@ -227,83 +245,140 @@ class Store:
     # --- inside ----------------------------------------------------------------------------------
 
     def _submit(
-        self, key: str, memory: torch.Tensor, direction: Direction, lane: Lane, first_byte: int
-    ) -> tuple[StoreRequest, tuple[WrittenRange, ...]]:
+        self,
+        direction: Direction,
+        keys: Sequence[str],
+        memories: Sequence[torch.Tensor],
+        lane: Lane,
+        first_byte: int | None = None,
+    ) -> list[StoreRequest]:
+        """Starts to move whole keys, or, with `first_byte`, a part of one."""
         while True:
             with self._lock:
                 self._check_open()
-                entry = self._entry(key)
-                place = self._place(key, entry, first_byte, first_byte + memory.numel())
-                # What is done is settled too: that is what notices a failure nobody waited for.
-                before = [
-                    each
-                    for each in self._in_flight.get(key, ())
-                    if each.done() or _must_precede(each, direction, place)
-                ]
+                pieces = self._pieces(direction, keys, memories, first_byte)
+                before = must_precede(direction, pieces)
                 if not before:
-                    return self._start(entry, place, memory, direction, lane)
+                    requests = self._start(direction, pieces, lane)
+                    break
             for each in before:
                 each.settle()
+        if direction is Direction.WRITE and self._checksum is Checksum.ALL:
+            for request in requests:
+                request.compute_digests()  # while they are in flight
+        return requests
 
-    def _start(
+    def _pieces(
         self,
-        entry: ManifestEntry,
-        place: Place,
-        memory: torch.Tensor,
         direction: Direction,
-        lane: Lane,
-    ) -> tuple[StoreRequest, tuple[WrittenRange, ...]]:
-        file = self._files[entry.file].file
-        offset_bytes = place.offset_bytes + place.first_byte
-        transfer = None
-        expected: tuple[WrittenRange, ...] = ()
-        written: tuple[WrittenRange, ...] = ()
-        if direction is Direction.READ:
-            self._check_written(entry, place)
-            if memory.numel():
-                transfer = self._engine.read(file, offset_bytes, memory, lane=lane)
-            expected = entry.written.inside(place.first_byte, place.end_byte)
+        keys: Sequence[str],
+        memories: Sequence[torch.Tensor],
+        first_byte: int | None,
+    ) -> Pieces:
+        """What is to be moved, in the order of the file; empty keys are left out of a batch."""
+        known = self._manifest.entries
+        try:
+            entries = [known[key] for key in keys]
+        except KeyError as unknown:
+            raise self._unknown_error(unknown.args[0]) from None
+        sizes = [memory.nbytes for memory in memories]
+        whole = sizes == [entry.written.nbytes for entry in entries]
+        if first_byte is None:
+            assert whole and len(sizes) == len(keys), f"wrong sizes: {sizes}"
+            assert len({entry.file for entry in entries}) <= 1, "keys of several files"
         else:
-            # The engine pads a direct write with zeros, which must not reach valid bytes.
-            ends_whole = place.end_byte % self.alignment_nbytes == 0
-            assert ends_whole or place.end_byte == entry.extent.nbytes, f"{place.key}: ends midway"
-            if memory.numel():
-                transfer = self._engine.write(file, offset_bytes, memory, lane=lane)
-                written = (entry.written.add(place.first_byte, place.end_byte),)
-            entry.generation += 1
-        request = StoreRequest(
-            transfer,
-            direction,
-            place,
-            memory,
-            expected,
-            timeout_s=self._timeout_s,
-            on_settled=self._note_settled,
-            on_verified=self._note_verified,
+            end_byte = first_byte + sizes[0]
+            self._check_part(direction, keys[0], entries[0], first_byte, end_byte)
+        begin = first_byte or 0
+        offsets = [entry.extent.offset_bytes + begin for entry in entries]
+        pieces = Pieces(
+            self.folder / entries[0].file if entries else self.folder,
+            whole,
+            begin,
+            range(len(keys)),
+            keys,
+            entries,
+            offsets,
+            memories,
+            sizes,
         )
-        self._in_flight.setdefault(place.key, []).append(request)
-        return request, written
+        order = sorted(pieces.indices, key=offsets.__getitem__)
+        if first_byte is None and 0 in sizes:
+            order = [index for index in order if sizes[index]]
+        return pieces if order == list(pieces.indices) else pieces.take(order)
 
-    def _note_settled(self, request: StoreRequest, succeeded: bool) -> None:
-        place = request.place
+    def _start(self, direction: Direction, pieces: Pieces, lane: Lane) -> list[StoreRequest]:
+        parts = list(pieces.for_requests())
+        sums = [self._wanted_sums(part) if direction is Direction.READ else None for part in parts]
+        requests: list[StoreRequest] = []
+        for part, wanted in zip(parts, sums, strict=True):
+            request = StoreRequest(direction, part, wanted, keeper=self)
+            requests.append(request)
+            part.attach(request)
+            if direction is Direction.WRITE:
+                part.note_writing()
+            try:
+                self._start_transfers(request, lane)
+            except BaseException:
+                request.abandon()
+                for each in requests:
+                    each.settle()
+                raise
+        return requests
+
+    def _start_transfers(self, request: StoreRequest, lane: Lane) -> None:
+        pieces = request.pieces
+        file = self._files[pieces.entries[0].file].file
+        move = self._engine.read_many
+        if request.direction is Direction.WRITE:
+            move = self._engine.write_many
+        if request.nbytes > CHUNK_NBYTES:
+            offset_bytes = pieces.offsets_bytes[0]
+            for chunk in bytes_of(pieces.memories[0]).split(CHUNK_NBYTES):
+                request.transfers.append(move(file, [offset_bytes], [chunk], lane=lane))
+                offset_bytes += chunk.nbytes
+        elif request.nbytes:
+            transfer = move(file, pieces.offsets_bytes, pieces.memories, lane=lane)
+            request.transfers.append(transfer)
+
+    def note_settled(self, request: StoreRequest, failed: Collection[int]) -> None:
+        """For request.py."""
+        pieces, digests = request.pieces, None
+        if request.direction is Direction.WRITE and self._checksum is Checksum.ALL:
+            digests = request.compute_digests()
         with self._lock:
-            in_flight = self._in_flight.get(place.key, [])
-            if request not in in_flight:
+            if request.settled:
                 return  # another waiter was faster
-            in_flight.remove(request)
-            if not in_flight:
-                del self._in_flight[place.key]
+            request.settled = True
+            pieces.detach(request)
+            moved_nbytes = request.nbytes - sum(pieces.sizes_nbytes[piece] for piece in failed)
             if request.direction is Direction.READ:
-                self._read_nbytes += request.nbytes if succeeded else 0
-            elif succeeded:
-                self._write_nbytes += request.nbytes
-            else:
-                written = self._manifest.entries[place.key].written
-                written.remove(place.first_byte, place.end_byte)
+                self._read_nbytes += moved_nbytes
+                return
+            self._write_nbytes += moved_nbytes
+            pieces.note_written(digests, failed)
 
-    def _note_verified(self, nbytes: int) -> None:
+    def note_verified(self, nbytes: int) -> None:
+        """For request.py."""
         with self._lock:
             self._verified_nbytes += nbytes
+
+    def _wanted_sums(self, pieces: Pieces) -> list[WantedSum] | None:
+        """What a read must find. Raises SwapUsageError where nothing was written."""
+        wanted: list[WantedSum | None] = [entry.written.whole for entry in pieces.entries]
+        if not pieces.whole or None in wanted:
+            for piece, entry in enumerate(pieces.entries):
+                if pieces.whole and wanted[piece] is not None:
+                    continue
+                first_byte = pieces.first_byte
+                end_byte = first_byte + pieces.sizes_nbytes[piece]
+                if not entry.written.covers(first_byte, end_byte):
+                    raise self._unwritten_error(pieces, piece)
+                wanted[piece] = [
+                    (first - first_byte, end - first_byte, digest)
+                    for first, end, digest in entry.written.inside(first_byte, end_byte)
+                ]
+        return cast("list[WantedSum]", wanted) if self._checksum is Checksum.ALL else None
 
     def _create(self, name: str, nbytes: int) -> SwapFile:
         assert _FILE_NAMES.fullmatch(name) and name not in self._files, name
@@ -313,9 +388,12 @@ class Store:
         self._files[name] = file
         return file
 
-    def _add_entry(self, file: SwapFile, key: str, spec: TensorSpec) -> None:
-        extent = file.allocate(spec.nbytes)
-        self._manifest.entries[key] = ManifestEntry(file.path.name, spec, extent)
+    def _add_entries(self, file: SwapFile, specs: Mapping[str, TensorSpec]) -> None:
+        extents = file.allocate([spec.nbytes for spec in specs.values()])
+        for (key, spec), extent in zip(specs.items(), extents, strict=True):
+            self._manifest.entries[key] = ManifestEntry(
+                file.path.name, spec, extent, WrittenRanges(spec.nbytes)
+            )
 
     def _remove_entry(self, key: str) -> None:
         entry = self._manifest.entries.pop(key)
@@ -339,36 +417,32 @@ class Store:
     def _entry(self, key: str) -> ManifestEntry:
         entry = self._manifest.entries.get(key)
         if entry is None:
-            nearest = difflib.get_close_matches(key, self._manifest.entries, n=1, cutoff=0.0)
-            raise SwapUsageError(
-                f'nothing is stored under "{key}"',
-                path=self.folder,
-                fix=f'the nearest known key is "{nearest[0]}"' if nearest else None,
-            )
+            raise self._unknown_error(key)
         return entry
 
-    def _place(self, key: str, entry: ManifestEntry, first_byte: int, end_byte: int) -> Place:
-        extent = entry.extent
-        assert 0 <= first_byte <= end_byte <= extent.nbytes, f"{key}: outside its extent"
+    def _unknown_error(self, key: str) -> SwapUsageError:
+        nearest = difflib.get_close_matches(key, self._manifest.entries, n=1, cutoff=0.0)
+        return SwapUsageError(
+            f'nothing is stored under "{key}"',
+            path=self.folder,
+            fix=f'the nearest known key is "{nearest[0]}"' if nearest else None,
+        )
+
+    def _check_part(
+        self, direction: Direction, key: str, entry: ManifestEntry, first_byte: int, end_byte: int
+    ) -> None:
+        nbytes = entry.extent.nbytes
+        assert 0 <= first_byte <= end_byte <= nbytes, f"{key}: outside its extent"
         assert first_byte % self.alignment_nbytes == 0, f"{key}: begins between blocks"
-        return Place(key, self.folder / entry.file, extent.offset_bytes, first_byte, end_byte)
+        # The engine pads a direct write with zeros, which must not reach valid bytes.
+        ends_whole = end_byte % self.alignment_nbytes == 0 or end_byte == nbytes
+        assert ends_whole or direction is Direction.READ, f"{key}: ends midway"
 
-    def _check_written(self, entry: ManifestEntry, place: Place) -> None:
-        if not entry.written.covers(place.first_byte, place.end_byte):
-            raise SwapUsageError(
-                f'"{place.key}" was never written, or its last write failed',
-                path=place.path,
-                offset_bytes=place.offset_bytes + place.first_byte,
-                wanted_nbytes=place.end_byte - place.first_byte,
-                fix="write it before reading it",
-            )
-
-
-def _bytes_of(memory: torch.Tensor) -> torch.Tensor:
-    assert memory.device.type == "cpu" and memory.is_contiguous()
-    return memory.detach().view(-1).view(torch.uint8)
-
-
-def _must_precede(earlier: StoreRequest, direction: Direction, place: Place) -> bool:
-    reads_only = earlier.direction is Direction.READ and direction is Direction.READ
-    return not reads_only and earlier.place.overlaps(place)
+    def _unwritten_error(self, pieces: Pieces, piece: int) -> SwapUsageError:
+        return SwapUsageError(
+            f'"{pieces.keys[piece]}" was never written, or its last write failed',
+            path=pieces.path,
+            offset_bytes=pieces.offsets_bytes[piece],
+            wanted_nbytes=pieces.sizes_nbytes[piece],
+            fix="write it before reading it",
+        )

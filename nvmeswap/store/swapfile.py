@@ -3,17 +3,20 @@
 Facts. fallocate mode 0 takes the space and moves the size, so that no later write extends the file
 (extending takes the inode's lock and is done by kernel workers). Past free space ext4 keeps what it
 could get, so a failure must be truncated back. glibc's posix_fallocate hides a filesystem that
-can't (it writes a byte into every block instead), so the system call itself is asked: EOPNOTSUPP
-or EINVAL mean ftruncate, and then a full disk shows up in the first write. ramfs and some network
-filesystems report no sizes at all: then there is nothing to check.
+can't (it writes a byte into every block instead), so the system call itself is asked: EOPNOTSUPP,
+EINVAL or (a sandbox without the call) ENOSYS mean ftruncate, and then a full disk shows up in the
+first write. ramfs and some network filesystems report no sizes at all: then there is nothing to
+check.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from nvmeswap.errors import SwapPathError, SwapSpaceError, SwapWriteError
@@ -24,6 +27,8 @@ from nvmeswap.store.extents import Extent, ExtentAllocator
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _FULL = {errno.ENOSPC, errno.EDQUOT}
+_NO_FALLOCATE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
+_OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 _GROWTH_NBYTES = 64 << 20  # arbitrary: few growths for small tensors, little wasted on the last
 
 
@@ -67,10 +72,10 @@ class SwapFile:
             self._unlink()
             raise
 
-    def allocate(self, nbytes: int) -> Extent:
-        """An extent, growing the file where needed: by a large piece, or where that does not fit,
-        by just enough. Raises SwapSpaceError with the file as it was."""
-        extent = self.extents.allocate(nbytes)
+    def allocate(self, sizes_nbytes: Sequence[int]) -> list[Extent]:
+        """An extent for each, growing the file where needed: by a large piece, or where that does
+        not fit, by just enough. Raises SwapSpaceError with the file as it was."""
+        extents = [self.extents.allocate(nbytes) for nbytes in sizes_nbytes]
         try:
             if self.extents.end_bytes > self.nbytes:
                 try:
@@ -78,9 +83,10 @@ class SwapFile:
                 except SwapSpaceError:
                     self._grow_to(self.extents.end_bytes)
         except BaseException:
-            self.extents.free(extent)
+            for extent in reversed(extents):
+                self.extents.free(extent)
             raise
-        return extent
+        return extents
 
     def close(self) -> None:
         """Closes it in the engine. The file stays; removing it is the owner's."""
@@ -119,7 +125,7 @@ class _Part:
         self.path = path
         self.nbytes = 0
         try:
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            os.close(os.open(path, _OPEN_FLAGS | os.O_CREAT | os.O_EXCL, 0o600))
         except OSError as error:
             raise SwapPathError(
                 "a swap file can't be created", path=path, errno=error.errno,
@@ -128,26 +134,37 @@ class _Part:
 
     def grow_to(self, nbytes: int) -> None:
         more_nbytes = nbytes - self.nbytes
+        if more_nbytes <= 0:
+            return
         usage = shutil.disk_usage(self.path.parent)
         if usage.total and more_nbytes > usage.free:
             raise self._space_error(more_nbytes, None)
-        with self.path.open("r+b") as file:
-            try:
-                _take_space(file.fileno(), self.nbytes, more_nbytes)
-            except OSError as error:
-                os.ftruncate(file.fileno(), self.nbytes)
-                if error.errno in _FULL:
-                    raise self._space_error(more_nbytes, error.errno) from error
-                raise SwapWriteError(
-                    "a swap file can't get its space", path=self.path, wanted_nbytes=more_nbytes,
-                    errno=error.errno, intact="the file is as it was",
-                    fix="see `ulimit -f` for EFBIG",
-                ) from error
+        try:
+            with open(os.open(self.path, _OPEN_FLAGS), "r+b") as file:
+                try:
+                    _take_space(file.fileno(), self.nbytes, more_nbytes)
+                except OSError:
+                    os.ftruncate(file.fileno(), self.nbytes)
+                    raise
+        except OSError as error:
+            if error.errno in _FULL:
+                raise self._space_error(more_nbytes, error.errno) from error
+            raise SwapWriteError(
+                "a swap file can't get its space", path=self.path, wanted_nbytes=more_nbytes,
+                errno=error.errno, intact="the file is as it was",
+                fix="see `ulimit -f` for EFBIG",
+            ) from error
         self.nbytes = nbytes
 
     def shrink_to(self, nbytes: int) -> None:
-        if nbytes < self.nbytes:
-            os.truncate(self.path, nbytes)
+        """Or leave it as large as it is, where even that fails: it has its share all the same."""
+        if nbytes >= self.nbytes:
+            return
+        with (
+            contextlib.suppress(OSError),
+            open(os.open(self.path, _OPEN_FLAGS), "r+b") as file,
+        ):
+            os.ftruncate(file.fileno(), nbytes)
             self.nbytes = nbytes
 
     def _space_error(self, wanted_nbytes: int, error_number: int | None) -> SwapSpaceError:
@@ -163,13 +180,11 @@ class _Part:
 
 
 def _take_space(fd: int, offset_bytes: int, nbytes: int) -> None:
-    if not nbytes:
-        return
     while _libc.fallocate(fd, 0, ctypes.c_int64(offset_bytes), ctypes.c_int64(nbytes)) != 0:
         error_number = ctypes.get_errno()
         if error_number == errno.EINTR:
             continue
-        if error_number in (errno.EOPNOTSUPP, errno.EINVAL):
+        if error_number in _NO_FALLOCATE:
             os.ftruncate(fd, offset_bytes + nbytes)
             return
         raise OSError(error_number, os.strerror(error_number))

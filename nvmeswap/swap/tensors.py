@@ -5,21 +5,30 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from nvmeswap.config import AioConfig, SwapBlock, check_folders
-from nvmeswap.errors import SwapManifestError, SwapUsageError
+from nvmeswap.errors import SwapError, SwapTimeoutError, SwapUsageError
 from nvmeswap.io.engine import Lane
 from nvmeswap.stats import StoreStats
-from nvmeswap.store.manifest import TensorSpec
-from nvmeswap.store.store import Store, StoreRequest
+from nvmeswap.store.request import raise_first
+from nvmeswap.store.store import Store, StoreBatch, StoreRequest
+from nvmeswap.swap.layout import (
+    NOWHERE,
+    StoredTensor,
+    check_out,
+    fit,
+    flat,
+    host_for,
+    on_host,
+    ties_of,
+)
 from nvmeswap.swap.space import Placement, SwapSpace, new_run_name
 
 TENSORS_FILE = "tensors.swp"
-
+_BLOCK_COUNT = 1024
 
 class TensorFuture:
     """A swap under way. `wait` returns the tensor: what was read, or what is being written.
@@ -27,8 +36,11 @@ class TensorFuture:
     Threads: any. Ownership: the tensor must not be changed before `done()`.
     """
 
-    def __init__(self, request: StoreRequest | None, host: torch.Tensor, out: torch.Tensor) -> None:
+    def __init__(
+        self, request: StoreRequest | None, index: int, host: torch.Tensor, out: torch.Tensor
+    ) -> None:
         self._request = request
+        self._index = index  # among those that were asked for together
         self._host = host
         self._out = out
 
@@ -40,19 +52,56 @@ class TensorFuture:
         """The tensor; raises SwapReadError, SwapWriteError, SwapChecksumError or SwapTimeoutError
         (after which waiting again is legal). None: the swapper's own time limit."""
         if self._request is not None:
-            self._request.wait(timeout_s)
+            failures = self._request.failed(timeout_s)
+            if self._index in failures:
+                raise failures[self._index]
         if self._host is not self._out:
             self._out.copy_(self._host)
             self._host = self._out
         return self._out
 
+    def into(self, out: torch.Tensor) -> TensorFuture:
+        """The same, into another tensor."""
+        return TensorFuture(self._request, self._index, self._host, out)
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """What is known of a stored tensor; `stored_as` differs from its key for tied tensors."""
+    def drop(self) -> None:
+        """Says that nobody needs what is read, so that it can be cancelled."""
+        if self._request is not None:
+            self._request.drop()
 
-    stored_as: str
-    device: torch.device
+
+class _Reading:
+    """A batch under way: into tensors on the host, which are those to be filled wherever these can
+    be read into."""
+
+    def __init__(
+        self, batch: StoreBatch, hosts: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
+    ) -> None:
+        self.outs = outs
+        self._batch = batch
+        self._hosts = hosts
+
+    def finish(self) -> dict[int, SwapError]:
+        """Waits and fills; returns what went wrong, by index."""
+        failures = self._batch.failed()
+        if self._hosts is not self.outs:
+            for index, (host, out) in enumerate(zip(self._hosts, self.outs, strict=True)):
+                if host is not out and index not in failures:
+                    out.copy_(host)
+        return failures
+
+    def futures(self) -> list[TensorFuture]:
+        """One for each tensor, to be waited for one by one instead."""
+        requests: list[StoreRequest | None] = [None] * len(self.outs)
+        for request in self._batch.requests:
+            for index in request.pieces.indices:
+                requests[index] = request
+        return [
+            TensorFuture(request, index, host, out)
+            for index, (request, host, out) in enumerate(
+                zip(requests, self._hosts, self.outs, strict=True)
+            )
+        ]
 
 
 class TensorSwapper:
@@ -61,6 +110,8 @@ class TensorSwapper:
         with TensorSwapper("/mnt/nvme") as swapper:
             swapper.swap_out("weight", weight)
             weight = swapper.swap_in("weight")
+            swapper.swap_out_many(moments)               # a dict, at the speed of the disk
+            swapper.swap_in_many(moments, out=moments)
 
     Args: `nvme_path`, an existing folder, or one on each of several drives; `swap` and `aio`, as in
     the JSON.
@@ -86,7 +137,8 @@ class TensorSwapper:
             aio=aio or AioConfig(),
             pin_memory=False,
         )
-        self._kept: dict[str, _Kept] = {}
+        self._stored: dict[str, StoredTensor] = {}
+        self._names: set[str] = set()  # of all of them
         self._prefetched: dict[str, TensorFuture] = {}
         self._numbers = itertools.count()
 
@@ -99,40 +151,66 @@ class TensorSwapper:
     def swap_out_async(self, key: str, tensor: torch.Tensor) -> TensorFuture:
         """The same, not waited for. On the CPU the tensor itself is the source: leave it unchanged
         until the future is done."""
-        if tensor.is_sparse or tensor.is_quantized or tensor.is_meta:
-            raise SwapUsageError(
-                f"{key}: only dense tensors with data can be swapped out",
-                fix="swap its parts (indices, values, scales) one by one",
-            )
-        self.discard(key, missing_ok=True)
-        dense = _dense(tensor)
-        host = dense.to("cpu")
-        spec = TensorSpec(host.dtype, tuple(host.shape), tuple(host.stride()))
-        # A tensor tied to this key's last one may still be stored under its name.
-        taken = {kept.stored_as for kept in self._kept.values()}
-        stored_as = key if key not in taken else f"{key}~{next(self._numbers)}"
-        self._store.allocate(TENSORS_FILE, stored_as, spec)
-        self._kept[key] = _Kept(stored_as, tensor.device)
-        if host.numel() == 0:
-            return TensorFuture(None, tensor, tensor)
-        request = self._store.write(stored_as, _flat(host), lane=Lane.DEMAND)
-        return TensorFuture(request, tensor, tensor)
+        batch = self._start_writing([key], [tensor])
+        return TensorFuture(next(iter(batch.requests), None), 0, tensor, tensor)
 
     def swap_out_many(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write several tensors at once; those that are the same memory are stored once."""
-        stored: dict[tuple[object, ...], str] = {}
-        futures = []
-        for key, tensor in tensors.items():
-            place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-            owner = stored.get(place) if tensor.numel() else None
-            if owner is None:
-                futures.append(self.swap_out_async(key, tensor))
-                stored[place] = key
-            else:
-                self.discard(key, missing_ok=True)
-                self._kept[key] = _Kept(self._kept[owner].stored_as, tensor.device)
-        for future in futures:
-            future.wait()
+        """Write several tensors at once; those that are the same memory are stored once. If some
+        can't be written the others are, and the error names those."""
+        order = self._file_order(tensors)
+        ties = ties_of(order, [tensors[key] for key in order])
+        if ties:
+            order = [key for key in order if key not in ties]
+        started: list[tuple[list[str], StoreBatch]] = []
+        failures: dict[str, SwapError] = {}
+        try:
+            for keys in _blocks(order):
+                started.append((keys, self._start_writing(keys, [tensors[key] for key in keys])))
+            for key, owner in ties.items():
+                self._tie(key, owner)
+        finally:
+            for keys, batch in started:
+                failures |= {keys[index]: error for index, error in batch.failed().items()}
+        if failures:
+            raise_first([(key, failures[key]) for key in tensors if key in failures])
+
+    def _start_writing(self, keys: list[str], tensors: list[torch.Tensor]) -> StoreBatch:
+        """Each to where it was, if the tensor is like the one before; else to a new place."""
+        self._forget_prefetched(keys)
+        stored = [self._stored.get(key) for key in keys]
+        fits = fit(stored, tensors)
+        if not all(fits):
+            tensors = self._make_room(stored, keys, tensors, fits)
+        names = [each.name for each in stored if each]
+        return self._store.write_many(names, tensors, lane=Lane.DEMAND)
+
+    def _make_room(
+        self,
+        stored: list[StoredTensor | None],
+        keys: list[str],
+        tensors: list[torch.Tensor],
+        fits: list[bool],
+    ) -> list[torch.Tensor]:
+        """Replaces those of `stored` that do not fit; returns memories of the CPU to write."""
+        others = [index for index, each in enumerate(fits) if not each]
+        hosts = [on_host(keys[index], tensors[index]) for index in others]
+        memories = list(tensors)
+        fresh: dict[str, StoredTensor] = {}
+        for index, host in zip(others, hosts, strict=True):
+            stored[index] = self._place(keys[index], host, tensors[index].device, fresh)
+            memories[index] = flat(host)
+        try:
+            specs = {name: each.spec for name, each in fresh.items()}
+            offsets = self._store.allocate_many(TENSORS_FILE, specs)
+        except BaseException:
+            for index in others:
+                if self._stored[keys[index]].name in fresh:
+                    del self._stored[keys[index]]
+            self._names -= fresh.keys()
+            raise
+        for each, offset_bytes in zip(fresh.values(), offsets, strict=True):
+            each.offset_bytes = offset_bytes
+        return memories
 
     # --- in -----------------------------------------------------------------------------------
 
@@ -142,27 +220,76 @@ class TensorSwapper:
 
     def swap_in_async(self, key: str, out: torch.Tensor | None = None) -> TensorFuture:
         """The same, not waited for; `out` is complete when the future was waited for."""
-        ready = self._prefetched.pop(key, None)
-        kept = self._known(key)
-        spec = self._store.spec(kept.stored_as)
-        if out is not None:
-            _check_out(key, spec, out)
+        ready = self._prefetched.get(key)
         if ready is not None:
-            return ready if out is None else TensorFuture(ready._request, ready._host, out)
-        if out is None:
-            out = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=kept.device)
-        direct = out.device.type == "cpu" and out.stride() == spec.stride
-        host = out if direct else torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
-        if host.numel() == 0:
-            return TensorFuture(None, out, out)
-        request = self._store.read(kept.stored_as, _flat(host), lane=Lane.DEMAND)
-        return TensorFuture(request, host, out)
+            if out is not None:
+                check_out(key, self._stored[key].spec, out)
+                ready = ready.into(out)
+            del self._prefetched[key]
+            return ready
+        return self._start_reading([key], [out], Lane.DEMAND).futures()[0]
+
+    def swap_in_many(
+        self, keys: Iterable[str], out: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Read several tensors at once: into those of `out`, or new ones where it has none. If some
+        can't be read the others of `out` are good, and the error names those that can't."""
+        given = out or {}
+        asked = list(dict.fromkeys(keys))
+        ready = {
+            key: self.swap_in_async(key, given.get(key))
+            for key in (asked if self._prefetched else ())
+            if key in self._prefetched
+        }
+        tensors: dict[str, torch.Tensor] = {}
+        failures: dict[str, SwapError] = {}
+        started: list[tuple[list[str], _Reading]] = []
+        try:
+            others = [key for key in asked if key not in ready] if ready else asked
+            for block in _blocks(self._file_order(others)):
+                reading = self._start_reading(block, list(map(given.get, block)), Lane.DEMAND)
+                started.append((block, reading))
+        finally:
+            for block, reading in started:
+                failed = reading.finish()
+                failures |= {block[index]: error for index, error in failed.items()}
+                tensors.update(zip(block, reading.outs, strict=True))
+        for key, future in ready.items():
+            try:
+                tensors[key] = future.wait()
+            except SwapTimeoutError:
+                raise
+            except SwapError as error:
+                failures[key] = error
+        if failures:
+            raise_first([(key, failures[key]) for key in asked if key in failures])
+        return {key: tensors[key] for key in asked}
 
     def prefetch(self, keys: Iterable[str]) -> None:
-        """Start reading tensors, in this order; the next `swap_in` of each takes what was read."""
-        for key in keys:
-            if key not in self._prefetched:
-                self._prefetched[key] = self.swap_in_async(key)
+        """Start reading tensors, all at once; the next `swap_in` of each takes what was read."""
+        left = [key for key in dict.fromkeys(keys) if key not in self._prefetched]
+        for block in _blocks(self._file_order(left)):
+            reading = self._start_reading(block, [None] * len(block), Lane.PREFETCH)
+            self._prefetched.update(zip(block, reading.futures(), strict=True))
+
+    def _start_reading(
+        self, keys: list[str], given: Sequence[torch.Tensor | None], lane: Lane
+    ) -> _Reading:
+        stored = [self._stored.get(key) or self._known(key) for key in keys]
+        outs = [
+            each.new_tensor() if out is None else out
+            for each, out in zip(stored, given, strict=True)
+        ]
+        hosts = memories = outs
+        fits = fit(stored, outs)
+        if not all(fits):
+            hosts, memories = list(outs), list(outs)
+            for index in [index for index, each in enumerate(fits) if not each]:
+                check_out(keys[index], stored[index].spec, outs[index])
+                hosts[index] = host_for(stored[index], outs[index])
+                memories[index] = flat(hosts[index])
+        batch = self._store.read_many([each.name for each in stored], memories, lane=lane)
+        return _Reading(batch, hosts, outs)
 
     @contextlib.contextmanager
     def borrow(self, key: str, *, write_back: bool = True) -> Iterator[torch.Tensor]:
@@ -176,17 +303,19 @@ class TensorSwapper:
 
     def discard(self, key: str, *, missing_ok: bool = False) -> None:
         """Forget a tensor; its place is used again. Tensors tied to it keep theirs."""
-        if missing_ok and key not in self._kept:
+        if missing_ok and key not in self._stored:
             return
         self._known(key)
-        self._prefetched.pop(key, None)
-        kept = self._kept.pop(key)
-        if all(other.stored_as != kept.stored_as for other in self._kept.values()):
-            self._store.free(kept.stored_as)
+        self._forget_prefetched([key])
+        stored = self._stored.pop(key)
+        stored.key_count -= 1
+        if stored.key_count == 0:
+            self._names.remove(stored.name)
+            self._store.free(stored.name)
 
     def keys(self) -> list[str]:
         """The names stored, in order of first writing."""
-        return list(self._kept)
+        return list(self._stored)
 
     def stats(self) -> StoreStats:
         """Counters since the start."""
@@ -194,7 +323,7 @@ class TensorSwapper:
 
     def close(self) -> None:
         """Remove the files. Idempotent."""
-        self._prefetched.clear()
+        self._forget_prefetched(list(self._prefetched))
         self._space.close()
 
     def __enter__(self) -> TensorSwapper:
@@ -209,47 +338,54 @@ class TensorSwapper:
             raise SwapUsageError("this swapper is closed", fix="open a new one")
         return self._space.store
 
-    def _known(self, key: str) -> _Kept:
-        kept = self._kept.get(key)
-        if kept is None:
+    def _known(self, key: str) -> StoredTensor:
+        stored = self._stored.get(key)
+        if stored is None:
             self._store.spec(key)  # raises, naming the nearest key
             raise SwapUsageError(f"no tensor is stored as {key!r}")
-        return kept
+        return stored
+
+    def _forget_prefetched(self, keys: Iterable[str]) -> None:
+        if self._prefetched:
+            for key in keys:
+                if key in self._prefetched:
+                    self._prefetched.pop(key).drop()
+
+    def _tie(self, key: str, owner: str) -> None:
+        """From now on the key's tensor is what is stored for another one."""
+        self.discard(key, missing_ok=True)
+        stored = self._stored[key] = self._stored[owner]
+        stored.key_count += 1
+        stored.layout = None
+
+    def _file_order(self, keys: Iterable[str]) -> list[str]:
+        """Keys as they lie in the file, new ones last. What follows then meets together what was
+        made together: that halves its time when there are too many for the caches."""
+        known, keys = self._stored, list(keys)
+        try:
+            offsets = [known[key].offset_bytes for key in keys]
+        except KeyError:
+            offsets = [known[key].offset_bytes if key in known else NOWHERE for key in keys]
+        return [keys[index] for index in sorted(range(len(keys)), key=offsets.__getitem__)]
+
+    def _place(
+        self, key: str, host: torch.Tensor, device: torch.device, fresh: dict[str, StoredTensor]
+    ) -> StoredTensor:
+        """Where the key's next tensor goes: its old place, or a new one that joins `fresh`."""
+        old = self._stored.get(key)
+        placed = StoredTensor.like(key, host, device)
+        if old is not None and old.key_count == 1 and old.spec == placed.spec:
+            placed.name, placed.offset_bytes = old.name, old.offset_bytes
+        else:
+            self.discard(key, missing_ok=True)
+            if key in self._names:  # of a tensor tied to this key's last one
+                placed.name = f"{key}~{next(self._numbers)}"
+            self._names.add(placed.name)
+            fresh[placed.name] = placed
+        self._stored[key] = placed
+        return placed
 
 
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Without gaps and overlaps in memory; the stride is kept if it has none (channels_last,
-    transposed), else it becomes contiguous."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    return tensor if _is_dense(tensor) else tensor.contiguous()
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    expected = 1
-    for size, stride in sorted(
-        zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])
-    ):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _flat(dense: torch.Tensor) -> torch.Tensor:
-    """The memory of a dense tensor, in its order."""
-    return torch.as_strided(dense, (dense.numel(),), (1,))
-
-
-def _check_out(key: str, spec: TensorSpec, out: torch.Tensor) -> None:
-    for field, stored, given in (
-        ("dtype", spec.dtype, out.dtype),
-        ("shape", spec.shape, tuple(out.shape)),
-    ):
-        if stored != given:
-            raise SwapManifestError(
-                f"{key} is stored with {field} {stored}, not {given}",
-                field=field,
-                fix="give an `out` like the stored tensor",
-            )
+def _blocks(keys: list[str]) -> Iterator[list[str]]:
+    """Few enough at a time that the drive has its first work soon, and that caches keep them."""
+    return (keys[begin : begin + _BLOCK_COUNT] for begin in range(0, len(keys), _BLOCK_COUNT))

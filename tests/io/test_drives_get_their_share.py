@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,7 +49,8 @@ def test_single_folder_is_not_measured(tmp_path: Path) -> None:
 
 
 def test_several_folders_are_measured_and_left_clean(tmp_path: Path) -> None:
-    """Else shares are guessed, or files of 64 MiB stay behind."""
+    """Else shares are guessed, files of 64 MiB stay behind, or a seeded run draws other numbers."""
+    random_state = torch.get_rng_state()
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         folder.mkdir()
@@ -60,6 +62,7 @@ def test_several_folders_are_measured_and_left_clean(tmp_path: Path) -> None:
     for drive in probe.drives:
         assert drive.read_nbytes_per_s and drive.write_nbytes_per_s and drive.weight >= 1
     assert not any(list(folder.iterdir()) for folder in folders)
+    assert torch.equal(torch.get_rng_state(), random_state)
 
 
 def test_backend_that_does_not_suit_one_folder_is_used_for_none(tmp_path: Path) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import functools
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from nvmeswap.errors import SwapPathError
 from nvmeswap.io import BufferedFallbackWarning, DirectMode, Engine, FilesystemWarning, probe
@@ -116,6 +118,20 @@ def test_prober_in_a_container_that_forbids_io_uring_learns_who_does(
     assert errno.errorcode[code] in done.stdout
 
 
+def test_prober_in_a_forked_child_of_a_computing_parent_ends(tmp_path: Path) -> None:
+    """Else a forked rank waits for ever for torch's threads, which stayed with the parent."""
+    values = torch.arange(1 << 20)
+    assert int((values % 3).sum()) > 0  # with threads
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)  # ends a child that hangs
+        try:
+            os._exit(0 if probe_folder(tmp_path).backend else 1)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 def test_prober_where_nothing_can_be_asked_not_to_block_takes_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,14 +212,18 @@ def test_prober_on_a_special_filesystem_is_warned_once(
 
 
 def test_filesystem_of_a_folder_is_that_of_its_nearest_and_latest_mount(tmp_path: Path) -> None:
-    """Else the warning names the root filesystem, or misses a mount point with a blank."""
+    """Else the warning names the root filesystem, or misses a mount point with a blank, or with a
+    letter beyond ASCII, in whatever encoding.  field case A15"""
     mountinfo = tmp_path / "mountinfo"
-    mountinfo.write_text(
-        "21 1 8:1 / / rw - ext4 /dev/sda1 rw\n"
-        "22 21 0:20 / /data rw shared:1 - xfs /dev/sdb rw\n"
-        "23 22 0:21 / /data/my\\040disk rw - btrfs /dev/sdc rw\n"
-        "24 21 0:22 / /data rw - nfs4 host:/x rw\n"
+    mountinfo.write_bytes(
+        b"21 1 8:1 / / rw - ext4 /dev/sda1 rw\n"
+        b"22 21 0:20 / /data rw shared:1 - xfs /dev/sdb rw\n"
+        b"23 22 0:21 / /data/my\\040disk rw - btrfs /dev/sdc rw\n"
+        b"24 21 0:22 / /data rw - nfs4 host:/x rw\n"
+        b"25 21 0:23 / /gr\xc3\xb6\xc3\x9fe\\0401 rw - zfs /dev/sdd rw\n"
+        b"26 21 0:24 / /gr\xf6\xdfe rw - tmpfs tmpfs rw\n"
     )
-    kinds = {"/": "ext4", "/database": "ext4", "/data/x": "nfs4", "/data/my disk/y": "btrfs"}
+    kinds = {"/": "ext4", "/database": "ext4", "/data/x": "nfs4", "/data/my disk/y": "btrfs",
+             "/größe 1/x": "zfs", "/gr\udcf6\udcdfe/x": "tmpfs"}
     for folder, kind in kinds.items():
         assert filesystems.filesystem_type(Path(folder), mountinfo=mountinfo) == kind

@@ -10,7 +10,7 @@ import torch
 from nvmeswap.errors import SwapManifestError
 from nvmeswap.store.extents import Extent
 from nvmeswap.store.manifest import Manifest, ManifestEntry, TensorSpec
-from nvmeswap.store.written import WrittenRange, WrittenRanges
+from nvmeswap.store.written import WrittenRanges
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.uint8,
           torch.bool, torch.complex64, torch.float8_e4m3fn]
@@ -25,7 +25,7 @@ def manifest(**entries: TensorSpec) -> Manifest:
     made = Manifest(run="a", rank=1, world_size=2)
     for index, (key, each) in enumerate(entries.items()):
         extent = Extent(4096 * index, each.nbytes, 4096)
-        made.entries[key] = ManifestEntry("params.swp", each, extent)
+        made.entries[key] = ManifestEntry("params.swp", each, extent, WrittenRanges(each.nbytes))
     return made
 
 
@@ -74,17 +74,15 @@ def test_manifest_when_saved_and_loaded_is_equal(tmp_path: Path) -> None:
     saved = manifest(**specs)
     entry = saved.entries["scalar"]
     entry.generation = 7
-    entry.written = WrittenRanges([WrittenRange(0, 1, 2**64 - 1), WrittenRange(1, 2, None)])
+    entry.written.add(0, 1, 2**64 - 1)
+    entry.written.add(1, 2, None)
     saved.save(tmp_path / "manifest.json")
     loaded = Manifest.load(tmp_path / "manifest.json")
     for key, each in specs.items():
         loaded.check(key, each)
         assert loaded.entries[key].extent == saved.entries[key].extent
     assert loaded.entries["scalar"].generation == 7
-    assert [
-        (each.first_byte, each.end_byte, each.digest)
-        for each in loaded.entries["scalar"].written.ranges
-    ] == [(0, 1, 2**64 - 1), (1, 2, None)]
+    assert loaded.entries["scalar"].written.ranges == [(0, 1, 2**64 - 1), (1, 2, None)]
     assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
 
 

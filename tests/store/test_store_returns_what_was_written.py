@@ -312,7 +312,7 @@ def test_close_without_removal_leaves_a_manifest_that_matches_the_bytes(
     for key, spec in specs.items():
         manifest.check(key, spec)
     entry = manifest.entries["a"]
-    assert entry.generation == 2 and entry.written.ranges[0].digest is not None
+    assert entry.generation == 2 and entry.written.whole is not None
     content = (store.folder / entry.file).read_bytes()
     offset_bytes = entry.extent.offset_bytes
     assert content[offset_bytes : offset_bytes + 5000] == bytes(source.tolist())
