@@ -7,10 +7,11 @@ is what counts, because training writes about as much as it reads.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,11 +20,12 @@ import torch
 from nvmeswap.io import native
 from nvmeswap.io.alignment import padded_nbytes
 from nvmeswap.io.engine import Engine
-from nvmeswap.io.file import DirectMode
+from nvmeswap.io.file import DirectMode, File
 from nvmeswap.io.probe import FolderProbe, probe_folder, trial_file
 
 _MEASURED_NBYTES = 64 << 20
 _PIECE_NBYTES = 8 << 20
+_TURNS = 3
 _PAGE_NBYTES = 4096
 # A shorter row is taken if its speed is that near to what the drives give together. Two measures of
 # one drive differ by as much, and drives that are alike should get equal shares.
@@ -39,8 +41,8 @@ def probe_folders(
 ) -> FolderProbe:
     """Probe each folder (`probe_folder`), and give each a weight by its measured bandwidth.
 
-    One folder is probed and not measured. Several are measured one after the other, by writing and
-    reading 64 MiB, which takes about as long as 200 MiB take the drives. A backend that one of them
+    One folder is probed and not measured. Several are measured in turn, by writing and reading
+    64 MiB a few times, which takes each drive as long as 450 MiB. A backend that one of them
     refuses is used for none. Warns (`SlowDriveWarning`) of a drive that slows the others down.
 
     Raises what `probe_folder` raises, and SwapIOError naming a file in the folder where measuring
@@ -51,7 +53,7 @@ def probe_folders(
         return probes[0]
     if len({probe.backend for probe in probes}) > 1:  # threads work everywhere
         probes = [probe_folder(folder, backend="posix", direct=direct) for folder in folders]
-    speeds = [measure_bandwidth(probe) for probe in probes]
+    speeds = measure_bandwidths(probes)
     together = [2 / (1 / read + 1 / write) for read, write in speeds]
     weights = weights_of(together)
     _warn_of_slow_drives(folders, together, weights)
@@ -68,20 +70,28 @@ def probe_folders(
     )
 
 
-def measure_bandwidth(probe: FolderProbe) -> tuple[float, float]:
-    """Bytes a second of reading and of writing in a folder, with all of a queue in flight.
+def measure_bandwidths(probes: Sequence[FolderProbe]) -> list[tuple[float, float]]:
+    """Bytes a second of reading and of writing in each folder, with all of a queue in flight.
 
-    Written twice, and the second time counts: fresh space is slower on some storage. Where direct
-    I/O is refused the page cache is written out and dropped, so that the drive is measured.
-    Raises SwapIOError, SwapTimeoutError, SwapPathError. Blocks; leaves nothing behind.
+    The folders take turns, and the best turn of each counts: so what others do meanwhile weighs
+    least. The probes have one backend. Raises SwapIOError, SwapTimeoutError, SwapPathError. Blocks;
+    leaves nothing behind.
     """
-    pieces = [_random_page_aligned(_PIECE_NBYTES)] * (_MEASURED_NBYTES // _PIECE_NBYTES)
-    offsets = range(0, _MEASURED_NBYTES, _PIECE_NBYTES)
-    with (
-        trial_file(probe.folder) as path,
-        path.open("r+b") as descriptor,
-        Engine(backend=probe.backend) as engine,
-    ):
+    best = [(0.0, 0.0)] * len(probes)
+    with contextlib.ExitStack() as stack, Engine(backend=probes[0].backend) as engine:
+        trials = [stack.enter_context(_opened_trial(engine, probe)) for probe in probes]
+        for trial in trials:
+            trial.write()  # fresh space is slower on some storage
+        for _ in range(_TURNS):
+            for index, trial in enumerate(trials):
+                write, read = trial.write(), trial.read()
+                best[index] = max(best[index][0], read), max(best[index][1], write)
+    return best
+
+
+@contextlib.contextmanager
+def _opened_trial(engine: Engine, probe: FolderProbe) -> Iterator[_Trial]:
+    with trial_file(probe.folder) as path, path.open("r+b") as descriptor:
         descriptor.truncate(_MEASURED_NBYTES)
         file = engine.open(
             path,
@@ -89,17 +99,34 @@ def measure_bandwidth(probe: FolderProbe) -> tuple[float, float]:
             offset_alignment_nbytes=probe.offset_alignment_nbytes,
             memory_alignment_nbytes=probe.memory_alignment_nbytes,
         )
-        engine.write_many(file, offsets, pieces).wait()
+        try:
+            yield _Trial(engine, file, descriptor.fileno())
+        finally:
+            file.close()
+
+
+class _Trial:
+    """Moves a file's bytes and says how fast, in bytes a second. Where direct I/O is refused the
+    page cache is written out and dropped, so that the drive is measured."""
+
+    def __init__(self, engine: Engine, file: File, fd: int) -> None:
+        self._engine = engine
+        self._file = file
+        self._fd = fd
+        self._offsets = range(0, _MEASURED_NBYTES, _PIECE_NBYTES)
+        self._pieces = [_random_page_aligned(_PIECE_NBYTES)] * len(self._offsets)
+
+    def write(self) -> float:
         began_s = time.perf_counter()
-        engine.write_many(file, offsets, pieces).wait()
-        os.fdatasync(descriptor.fileno())
-        written_s = time.perf_counter()
-        os.posix_fadvise(descriptor.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        read_began_s = time.perf_counter()
-        engine.read_many(file, offsets, pieces).wait()
-        read_s = time.perf_counter()
-        file.close()
-    return _MEASURED_NBYTES / (read_s - read_began_s), _MEASURED_NBYTES / (written_s - began_s)
+        self._engine.write_many(self._file, self._offsets, self._pieces).wait()
+        os.fdatasync(self._fd)
+        return _MEASURED_NBYTES / (time.perf_counter() - began_s)
+
+    def read(self) -> float:
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        began_s = time.perf_counter()
+        self._engine.read_many(self._file, self._offsets, self._pieces).wait()
+        return _MEASURED_NBYTES / (time.perf_counter() - began_s)
 
 
 def weights_of(speeds: Sequence[float]) -> tuple[int, ...]:
