@@ -6,6 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -29,6 +30,7 @@ from nvmeswap.swap.space import Placement, SwapSpace, new_run_name
 
 TENSORS_FILE = "tensors.swp"
 _BLOCK_COUNT = 1024
+_Element = TypeVar("_Element")
 
 class TensorFuture:
     """A swap under way. `wait` returns the tensor: what was read, or what is being written.
@@ -158,14 +160,16 @@ class TensorSwapper:
         """Write several tensors at once; those that are the same memory are stored once. If some
         can't be written the others are, and the error names those."""
         order = self._file_order(tensors)
-        ties = ties_of(order, [tensors[key] for key in order])
+        sources = [tensors[key] for key in order]
+        ties = ties_of(order, sources)
         if ties:
             order = [key for key in order if key not in ties]
+            sources = [tensors[key] for key in order]
         started: list[tuple[list[str], StoreBatch]] = []
         failures: dict[str, SwapError] = {}
         try:
-            for keys in _blocks(order):
-                started.append((keys, self._start_writing(keys, [tensors[key] for key in keys])))
+            for keys, block in zip(_blocks(order), _blocks(sources), strict=True):
+                started.append((keys, self._start_writing(keys, block)))
             for key, owner in ties.items():
                 self._tie(key, owner)
         finally:
@@ -386,6 +390,6 @@ class TensorSwapper:
         return placed
 
 
-def _blocks(keys: list[str]) -> Iterator[list[str]]:
+def _blocks(whole: list[_Element]) -> Iterator[list[_Element]]:
     """Few enough at a time that the drive has its first work soon, and that caches keep them."""
-    return (keys[begin : begin + _BLOCK_COUNT] for begin in range(0, len(keys), _BLOCK_COUNT))
+    return (whole[begin : begin + _BLOCK_COUNT] for begin in range(0, len(whole), _BLOCK_COUNT))

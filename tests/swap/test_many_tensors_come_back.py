@@ -162,7 +162,7 @@ def test_tied_tensors_stay_stored_once_over_many_steps(swapper: TensorSwapper) -
 
 def test_prefetched_batch_is_read_once(swapper: TensorSwapper) -> None:
     """Read twice, a prefetch costs time instead of hiding it."""
-    tensors = small(600)
+    tensors = small(1300)
     swapper.swap_out_many(tensors)
     swapper.prefetch(tensors)
     swapper.prefetch(list(tensors)[:10])
@@ -170,8 +170,8 @@ def test_prefetched_batch_is_read_once(swapper: TensorSwapper) -> None:
     out = {key: poisoned_like(tensor) for key, tensor in tensors.items() if key != "layer.5"}
     back = swapper.swap_in_many(out, out=out)
     assert all(back[key] is out[key] and torch.equal(out[key], tensors[key]) for key in out)
-    assert swapper.stats().read_nbytes == 600 * 4096
-    assert swapper.stats().verified_nbytes == 600 * 4096
+    assert swapper.stats().read_nbytes == 1300 * 4096
+    assert swapper.stats().verified_nbytes == 1300 * 4096
 
 
 def test_discarding_what_is_being_prefetched_leaves_the_rest(swapper: TensorSwapper) -> None:
@@ -195,25 +195,25 @@ def test_tensors_that_were_changed_on_disk_are_named(
     swapper: TensorSwapper, tmp_path: Path
 ) -> None:
     """One wrong tensor must not cost the others, nor pass unnoticed."""
-    tensors = small(700)
+    tensors = small(2200)
     swapper.swap_out_many(tensors)
     (path,) = tmp_path.rglob("*.swp")
     with path.open("r+b") as file:
-        for number in (3, 650):
+        for number in (3, 2100):
             file.seek(number * 4096 + 77)
             file.write(b"vandal")
     out = {key: poisoned_like(tensor) for key, tensor in tensors.items()}
     with pytest.raises(SwapChecksumError, match=r"layer\.3") as raised:
         swapper.swap_in_many(tensors, out=out)
-    assert "layer.650" in (raised.value.cause or "")
-    good = tensors.keys() - {"layer.3", "layer.650"}
+    assert "layer.2100" in (raised.value.cause or "")
+    good = tensors.keys() - {"layer.3", "layer.2100"}
     assert all(torch.equal(out[key], tensors[key]) for key in good)
     swapper.prefetch(tensors)
-    with pytest.raises(SwapChecksumError, match=r"layer\.650"):
-        swapper.swap_in("layer.650")
-    assert torch.equal(swapper.swap_in("layer.649"), tensors["layer.649"])
+    with pytest.raises(SwapChecksumError, match=r"layer\.2100"):
+        swapper.swap_in("layer.2100")
+    assert torch.equal(swapper.swap_in("layer.2099"), tensors["layer.2099"])
     with pytest.raises(SwapChecksumError, match=r"layer\.3"):
-        swapper.swap_in_many(["layer.649", "layer.3"])
+        swapper.swap_in_many(["layer.2099", "layer.3"])
 
 
 def test_batch_that_gets_no_space_leaves_the_others(swapper: TensorSwapper) -> None:
@@ -241,7 +241,7 @@ def test_batch_that_gets_no_space_leaves_the_others(swapper: TensorSwapper) -> N
 def test_wrong_batches_get_typed_errors_and_change_nothing(swapper: TensorSwapper) -> None:
     """Each names the tensor at fault."""
     # field case A04
-    tensors = small(10)
+    tensors = small(10) | {"square": torch.eye(3)}
     swapper.swap_out_many(tensors)
     bad: list[tuple[type[Exception], str, Any]] = [
         (SwapUsageError, "layer.44", lambda: swapper.swap_in_many([*tensors, "layer.44"])),
@@ -251,6 +251,8 @@ def test_wrong_batches_get_typed_errors_and_change_nothing(swapper: TensorSwappe
             tensors, out={"layer.4": torch.zeros(32, 32)})),
         (SwapUsageError, "sparse", lambda: swapper.swap_out_many(
             {"layer.0": torch.ones(7), "sparse": torch.eye(3).to_sparse()})),
+        (SwapUsageError, "square", lambda: swapper.swap_out_many(
+            {"layer.0": torch.ones(7), "square": torch.eye(3).to_sparse_csr()})),
         (SwapUsageError, "rows", lambda: swapper.swap_out_many(
             {"layer.0": torch.ones(7), "rows": torch.eye(3).to_sparse_csr()})),
         (SwapUsageError, "meta", lambda: swapper.swap_out_many(
