@@ -76,14 +76,15 @@ static uint32_t add_spans(nvs_engine *engine, struct block *block, struct piece 
     char *memory = piece->memory + request->cut_nbytes;
     uint32_t nbytes = split_next_nbytes(piece->nbytes, request->cut_nbytes, room_nbytes);
     bool is_aligned = (uintptr_t)memory % file->memory_alignment_nbytes == 0;
-    if (file->direct && !is_aligned)
+    bool is_direct = block->member->direct;
+    if (is_direct && !is_aligned)
         return add_bounced(engine, block, piece, memory, nbytes) ? nbytes : 0;
     /* Where registered pieces of memory meet, blocks are cut too, unless that misaligns the next. */
     uint32_t span_nbytes = (uint32_t)memory_table_span(&engine->memory_table, memory, nbytes);
     if (span_nbytes % alignment_nbytes == 0)
         nbytes = span_nbytes;
     uint32_t whole_nbytes =
-        file->direct ? (uint32_t)round_down(nbytes, alignment_nbytes) : nbytes;
+        is_direct ? (uint32_t)round_down(nbytes, alignment_nbytes) : nbytes;
     uint32_t tail_nbytes = nbytes - whole_nbytes;
     bool takes_tail = tail_nbytes > 0 && whole_nbytes <= TAIL_CUT_NBYTES
                       && block->span_count + 2 <= VECTOR_LIMIT;
@@ -175,6 +176,11 @@ bool cut_block(nvs_engine *engine, struct lane *lane, uint64_t most_nbytes)
     struct piece *piece = &request->pieces[request->at_piece];
     block->request = request;
     block->offset_bytes = piece->offset_bytes + request->cut_nbytes;
+    struct stripe_place place = stripe_find(&request->file->layout, block->offset_bytes);
+    block->member = &request->file->members[place.member];
+    block->member_offset_bytes = place.offset_bytes;
+    if (most_nbytes > place.left_nbytes)
+        most_nbytes = place.left_nbytes;
     block->span_count = block->span_at = block->bounced_nbytes = 0;
     block->wanted_nbytes = block->length_nbytes = 0;
     block->over_nbytes = block->done_nbytes = block->tries = 0;
@@ -207,7 +213,7 @@ void aim_block(struct block *block)
     op->vectors = block->vectors;
     op->vector_count = 0;
     op->nbytes = 0;
-    op->offset_bytes = block->offset_bytes + block->done_nbytes;
+    op->offset_bytes = block->member_offset_bytes + block->done_nbytes;
     const struct span *span = NULL;
     for (uint32_t i = block->span_at; i < block->span_count; i++) {
         if (block->careful && span && span->piece != block->spans[i].piece)

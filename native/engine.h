@@ -12,6 +12,7 @@
 #include "event.h"
 #include "lanes.h"
 #include "registration.h"
+#include "stripe.h"
 
 /* Sizes of blocks, but for a request's last one, are multiples of it. */
 enum { BLOCK_MULTIPLE_NBYTES = 4096 };
@@ -20,19 +21,37 @@ enum { BLOCK_MULTIPLE_NBYTES = 4096 };
  *   caller threads   mailbox (under its lock), references, counters
  *   I/O thread       everything else of an engine, and a request from submit until it is finished */
 
-struct nvs_file {
-    atomic_int references; /* the caller's, and one for each request in flight */
+/* One file of the filesystem. */
+struct member {
     int fd;
     int direct_mode; /* enum nvs_direct_mode */
     atomic_bool direct;
     atomic_int fallback_errno;
-    uint32_t offset_alignment_nbytes;
-    uint32_t memory_alignment_nbytes;
     _Atomic(struct file_table *) table; /* of the engine it is registered with, or NULL */
     int index;                          /* there; that engine's I/O thread's */
+    dev_t device;
     uint32_t tag_count;        /* requests that its device holds; 0: not known */
     uint32_t tag_limit_nbytes; /* the largest of them */
 };
+
+/* What callers see as a file: one member, or several behind one range of offsets. */
+struct nvs_file {
+    atomic_int references; /* the caller's, and one for each request in flight */
+    uint32_t offset_alignment_nbytes; /* the strictest of the members', as the next */
+    uint32_t memory_alignment_nbytes;
+    struct stripe_layout layout;
+    uint32_t member_count;
+    struct member members[];
+};
+
+/* A device's tags that an engine has in use. */
+struct device_use {
+    dev_t device;
+    uint32_t tag_count;
+};
+
+/* Devices counted one by one; those beyond share the last count, which only makes them wait. */
+enum { DEVICE_LIMIT = 16 };
 
 /* Bytes that a caller has named, and how they fared. */
 struct piece {
@@ -75,12 +94,13 @@ struct span {
     uint32_t length_nbytes; /* what the kernel moves: wanted, padded when bounced */
 };
 
-/* One block in work: queue_depth of them. A block is one range of the file, made of spans that lie
+/* One block in work: queue_depth of them. A block is one range of one member, made of spans that lie
  * side by side in it. When one of several pieces fails, they are moved again one by one (it is
  * careful then), so that only those fail that must. */
 struct block {
     struct backend_op op;
     nvs_request *request;
+    struct member *member;
     struct span *spans;     /* with `vectors` and `bounce`: once it has needed them */
     struct iovec *vectors;
     char *bounce;
@@ -88,6 +108,7 @@ struct block {
     uint32_t span_at;       /* the first that is not over */
     uint32_t bounced_nbytes;
     uint64_t offset_bytes;  /* in the file */
+    uint64_t member_offset_bytes; /* the same in the member */
     uint32_t wanted_nbytes;
     uint32_t length_nbytes; /* of all spans */
     uint32_t over_nbytes;   /* of the spans that are over */
@@ -95,7 +116,8 @@ struct block {
     uint32_t aim_nbytes;    /* the progress that ends this try */
     uint32_t aim_padding_nbytes; /* at its end: a read need not bring it */
     uint32_t tries;
-    uint32_t tag_count; /* of the device's, while in the backend */
+    struct device_use *device_use; /* NULL: its device's tags are not known */
+    uint32_t tag_count; /* of them, while in the backend */
     bool careful;
     bool direct; /* how it was submitted last */
 };
@@ -139,7 +161,8 @@ struct nvs_engine {
     uint32_t ready_head;
     uint32_t ready_count;
     uint32_t in_backend_count;
-    uint32_t tags_in_use;
+    struct device_use devices[DEVICE_LIMIT];
+    uint32_t device_count;
     struct memory_table memory_table;
     struct file_table *file_table;
     uint32_t registered_file_count;
@@ -155,7 +178,7 @@ nvs_request *request_new(nvs_file *file, int direction, int lane, const nvs_piec
                          size_t piece_count);
 void request_discard(nvs_request *request);
 void request_finish(nvs_request *request);
-void file_fall_back(nvs_file *file, int reason);
+void member_fall_back(struct member *member, int reason);
 
 /* cut.c: from requests to blocks. */
 

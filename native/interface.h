@@ -37,10 +37,25 @@ typedef struct {
     uint32_t thread_count;    /* threads of the posix backend */
 } nvs_options;
 
+/* Most members of a file, and most stripes in a row of it. */
+enum { NVS_MEMBER_LIMIT = 16, NVS_STRIPE_LIMIT = 64 };
+
+/* How a file is laid over its members: see stripe.h. */
+typedef struct {
+    const uint32_t *weights; /* of each member: stripes a row */
+    uint32_t member_count;
+    uint64_t stripe_nbytes; /* a multiple of the file's offset alignment; of no account with one */
+} nvs_stripes;
+
+typedef struct {
+    int fd;
+    int32_t direct_mode; /* enum nvs_direct_mode */
+} nvs_member;
+
 /* What a request is made of: bytes of one file, anywhere in memory. */
 typedef struct {
     void *memory;
-    uint64_t offset_bytes; /* aligned to the file's offset alignment while the file is direct */
+    uint64_t offset_bytes; /* aligned to the file's offset alignment if it is direct or striped */
     uint64_t nbytes;       /* a direct write also zeroes the extent up to its offset alignment */
 } nvs_piece;
 
@@ -109,15 +124,15 @@ int nvs_engine_latency(nvs_engine *engine, int32_t lane, uint64_t *counts);
  * -ENOTSUP: the engine has no fault backend. */
 int nvs_engine_inject(nvs_engine *engine, const char *fault_script);
 
-/* Takes over the descriptor. The alignments are powers of two, the memory's at most 4096. NULL when
- * memory is short. */
-nvs_file *nvs_file_new(int fd, int32_t direct_mode, uint32_t offset_alignment_nbytes,
-                       uint32_t memory_alignment_nbytes);
+/* Takes over the members' descriptors. The alignments are powers of two, the memory's at most 4096,
+ * and the strictest of the members'. NULL when memory is short. */
+nvs_file *nvs_file_new(const nvs_member *members, const nvs_stripes *stripes,
+                       uint32_t offset_alignment_nbytes, uint32_t memory_alignment_nbytes);
 
-/* Is the file direct now? If it fell back, *fallback_errno says why, else it is 0. */
-int nvs_file_is_direct(nvs_file *file, int32_t *fallback_errno);
+/* Is the member direct now? If it fell back, *fallback_errno says why, else it is 0. */
+int nvs_file_is_direct(nvs_file *file, uint32_t member, int32_t *fallback_errno);
 
-/* Closes the descriptor as soon as no request needs it. */
+/* Closes the descriptors as soon as no request needs them. */
 void nvs_file_release(nvs_file *file);
 
 /* 1 or 0, or NVS_ERROR_FORKED. Never blocks. */
@@ -131,6 +146,13 @@ int nvs_request_wait(nvs_request *request, int64_t timeout_ns, uint64_t *failure
 size_t nvs_request_failures(nvs_request *request, nvs_failure *failures, size_t capacity);
 
 void nvs_request_release(nvs_request *request);
+
+/* How many of the first nbytes of a file laid out so the member holds. */
+uint64_t nvs_stripe_share(const nvs_stripes *stripes, uint32_t member, uint64_t nbytes);
+
+/* The member that holds the byte at an offset, and where in it. */
+uint32_t nvs_stripe_find(const nvs_stripes *stripes, uint64_t offset_bytes,
+                         uint64_t *member_offset_bytes);
 
 /* Direct I/O alignment as statx tells it, by path. -EOPNOTSUPP: the kernel or the filesystem does not
  * say; that does not mean that there is no direct I/O. */

@@ -194,24 +194,24 @@ void file_table_close(struct file_table *table)
     file_table_release(table);
 }
 
-int file_table_index(nvs_engine *engine, nvs_file *file)
+int file_table_index(nvs_engine *engine, struct member *member)
 {
-    struct file_table *owner = atomic_load(&file->table);
+    struct file_table *owner = atomic_load(&member->table);
     if (owner)
-        return owner == engine->file_table ? file->index : -1;
+        return owner == engine->file_table ? member->index : -1;
     if (engine->registered_file_count == engine->file_limit)
         return -1;
-    if (!atomic_compare_exchange_strong(&file->table, &owner, engine->file_table))
+    if (!atomic_compare_exchange_strong(&member->table, &owner, engine->file_table))
         return -1; /* another engine was quicker */
-    file->index = engine->backend->register_file(engine->backend_state, file->fd);
-    if (file->index < 0) {
-        atomic_store(&file->table, NULL);
+    member->index = engine->backend->register_file(engine->backend_state, member->fd);
+    if (member->index < 0) {
+        atomic_store(&member->table, NULL);
         engine->file_limit = engine->registered_file_count;
         return -1;
     }
     atomic_fetch_add(&engine->file_table->references, 1);
     engine->registered_file_count++;
-    return file->index;
+    return member->index;
 }
 
 void file_table_leave(struct file_table *table, int index)

@@ -38,7 +38,7 @@ struct file_table {
 };
 
 struct nvs_engine;
-struct nvs_file;
+struct member;
 
 /* A call of nvs_engine_[un]register_memory, in the mailbox. */
 struct memory_call;
@@ -54,10 +54,10 @@ uint64_t memory_table_span(const struct memory_table *table, const char *memory,
 struct file_table *file_table_new(int wake_fd);
 void file_table_close(struct file_table *table);
 
-/* The file's index, registering it if there is room, or -1. */
-int file_table_index(struct nvs_engine *engine, struct nvs_file *file);
+/* The member's index, registering it if there is room, or -1. */
+int file_table_index(struct nvs_engine *engine, struct member *member);
 
-/* By whichever thread drops the last reference to the file. */
+/* By whichever thread drops the last reference to the member's file. */
 void file_table_leave(struct file_table *table, int index);
 
 /* By the I/O thread, directly before it empties the mailbox. */

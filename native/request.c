@@ -27,54 +27,67 @@ static uint32_t queue_setting(dev_t device, const char *name)
     return value;
 }
 
-static void learn_tags(nvs_file *file)
+static void learn_tags(struct member *member)
 {
     struct stat facts;
-    if (fstat(file->fd, &facts) < 0)
+    if (fstat(member->fd, &facts) < 0)
         return;
-    file->tag_limit_nbytes = queue_setting(facts.st_dev, "max_sectors_kb") * 1024;
-    if (file->tag_limit_nbytes > 0)
-        file->tag_count = queue_setting(facts.st_dev, "nr_requests");
+    member->device = facts.st_dev;
+    member->tag_limit_nbytes = queue_setting(facts.st_dev, "max_sectors_kb") * 1024;
+    if (member->tag_limit_nbytes > 0)
+        member->tag_count = queue_setting(facts.st_dev, "nr_requests");
 }
 
-nvs_file *nvs_file_new(int fd, int32_t direct_mode, uint32_t offset_alignment_nbytes,
-                       uint32_t memory_alignment_nbytes)
+nvs_file *nvs_file_new(const nvs_member *members, const nvs_stripes *stripes,
+                       uint32_t offset_alignment_nbytes, uint32_t memory_alignment_nbytes)
 {
-    nvs_file *file = calloc(1, sizeof *file);
+    uint32_t member_count = stripes->member_count;
+    nvs_file *file = calloc(1, sizeof *file + member_count * sizeof *file->members);
     if (!file)
         return NULL;
     file->references = 1;
-    file->fd = fd;
-    file->direct_mode = direct_mode;
-    file->direct = direct_mode != NVS_DIRECT_OFF;
     file->offset_alignment_nbytes = offset_alignment_nbytes;
     file->memory_alignment_nbytes = memory_alignment_nbytes;
-    learn_tags(file);
+    file->member_count = member_count;
+    stripe_lay_out(&file->layout, stripes->weights, member_count, stripes->stripe_nbytes);
+    for (uint32_t i = 0; i < member_count; i++) {
+        struct member *member = &file->members[i];
+        member->fd = members[i].fd;
+        member->direct_mode = members[i].direct_mode;
+        member->direct = members[i].direct_mode != NVS_DIRECT_OFF;
+        learn_tags(member);
+    }
     return file;
 }
 
-int nvs_file_is_direct(nvs_file *file, int32_t *fallback_errno)
+int nvs_file_is_direct(nvs_file *file, uint32_t member, int32_t *fallback_errno)
 {
-    *fallback_errno = file->fallback_errno;
-    return file->direct;
+    *fallback_errno = file->members[member].fallback_errno;
+    return file->members[member].direct;
 }
 
 /* Blocks already in the kernel keep the flag they were submitted with; that does no harm. */
-void file_fall_back(nvs_file *file, int reason)
+void member_fall_back(struct member *member, int reason)
 {
-    int flags = fcntl(file->fd, F_GETFL);
-    fcntl(file->fd, F_SETFL, flags & ~O_DIRECT);
-    file->fallback_errno = reason;
-    file->direct = false;
+    int flags = fcntl(member->fd, F_GETFL);
+    fcntl(member->fd, F_SETFL, flags & ~O_DIRECT);
+    member->fallback_errno = reason;
+    member->direct = false;
+}
+
+static void member_close(struct member *member)
+{
+    struct file_table *table = atomic_load(&member->table);
+    if (table)
+        file_table_leave(table, member->index);
+    close(member->fd);
 }
 
 void nvs_file_release(nvs_file *file)
 {
     if (atomic_fetch_sub(&file->references, 1) == 1) {
-        struct file_table *table = atomic_load(&file->table);
-        if (table)
-            file_table_leave(table, file->index);
-        close(file->fd);
+        for (uint32_t i = 0; i < file->member_count; i++)
+            member_close(&file->members[i]);
         free(file);
     }
 }

@@ -138,24 +138,46 @@ static void refuse_batch(nvs_engine *engine, int rc)
     fail_block(engine, pop_ready(engine), rc);
 }
 
-/* Past its tags the device's queue makes the submitting call wait, io_uring's too, and no demand
- * could be served meanwhile. Of the batch, how many blocks there are tags for. */
+static struct device_use *use_of_device(nvs_engine *engine, dev_t device)
+{
+    for (uint32_t i = 0; i < engine->device_count; i++)
+        if (engine->devices[i].device == device)
+            return &engine->devices[i];
+    if (engine->device_count < DEVICE_LIMIT)
+        engine->devices[engine->device_count++].device = device;
+    return &engine->devices[engine->device_count - 1];
+}
+
+static bool take_tags(nvs_engine *engine, struct block *block)
+{
+    const struct member *member = block->member;
+    block->device_use = NULL;
+    if (member->tag_count == 0)
+        return true;
+    struct device_use *use = use_of_device(engine, member->device);
+    uint32_t count = (block->op.nbytes + member->tag_limit_nbytes - 1) / member->tag_limit_nbytes;
+    bool alone = use->tag_count == 0;
+    if (use->tag_count + count > member->tag_count && !alone)
+        return false;
+    use->tag_count += count;
+    block->device_use = use;
+    block->tag_count = count;
+    return true;
+}
+
+static void return_tags(struct block *block)
+{
+    if (block->device_use)
+        block->device_use->tag_count -= block->tag_count;
+}
+
+/* Past its tags a device's queue makes the submitting call wait, io_uring's too, and no demand
+ * could be served meanwhile. Of the batch, how many blocks there are tags for; they are taken. */
 static uint32_t tagged_count(nvs_engine *engine, struct backend_op **ops, uint32_t batch)
 {
-    uint32_t in_use = engine->tags_in_use;
     uint32_t tagged = 0;
-    for (; tagged < batch; tagged++) {
-        struct block *block = block_of(engine, ops[tagged]);
-        const nvs_file *file = block->request->file;
-        block->tag_count = 0;
-        if (file->tag_count == 0)
-            continue;
-        block->tag_count = (block->op.nbytes + file->tag_limit_nbytes - 1) / file->tag_limit_nbytes;
-        bool alone = engine->in_backend_count + tagged == 0;
-        if (in_use + block->tag_count > file->tag_count && !alone)
-            break;
-        in_use += block->tag_count;
-    }
+    while (tagged < batch && take_tags(engine, block_of(engine, ops[tagged])))
+        tagged++;
     return tagged;
 }
 
@@ -172,12 +194,11 @@ static int find_memory_index(nvs_engine *engine, const struct backend_op *op)
 static void prepare_op(nvs_engine *engine, struct backend_op *op)
 {
     struct block *block = block_of(engine, op);
-    nvs_file *file = block->request->file;
-    block->direct = file->direct;
-    op->fd = file->fd;
+    block->direct = block->member->direct;
+    op->fd = block->member->fd;
     op->direction = block->request->direction;
     op->memory_index = find_memory_index(engine, op);
-    op->file_index = file_table_index(engine, file);
+    op->file_index = file_table_index(engine, block->member);
 }
 
 /* False when the backend, or the device behind it, takes no more for now. */
@@ -192,12 +213,13 @@ static bool submit_ready(nvs_engine *engine)
             prepare_op(engine, ops[i]);
         int taken = engine->backend->submit(engine->backend_state, ops, batch);
         assert(taken != 0 && taken <= (int)batch);
+        for (uint32_t i = taken < 0 ? 0 : (uint32_t)taken; i < batch; i++)
+            return_tags(block_of(engine, ops[i]));
         if (taken < 0)
             refuse_batch(engine, taken);
         for (int i = 0; i < taken; i++) {
             struct block *block = pop_ready(engine);
             block->tries++;
-            engine->tags_in_use += block->tag_count;
             engine->in_backend_count++;
         }
     }
@@ -245,18 +267,18 @@ static int stuck_status(const struct block *block)
 
 static void judge_error(nvs_engine *engine, struct block *block, int status)
 {
-    nvs_file *file = block->request->file;
+    struct member *member = block->member;
     bool again = is_passing(status);
     if (again && block->tries < TRY_LIMIT) {
         engine->paused = true;
         if (status == -EAGAIN)
             lower_depth(engine);
         retry_block(engine, block);
-    } else if (status == -EINVAL && block->direct && file->direct_mode == NVS_DIRECT_PREFER) {
+    } else if (status == -EINVAL && block->direct && member->direct_mode == NVS_DIRECT_PREFER) {
         /* The block was aligned, so it is direct I/O itself that the filesystem refuses, although it
          * let the file be opened with it (an overlay over a filesystem without, for one). */
-        if (file->direct)
-            file_fall_back(file, EINVAL);
+        if (member->direct)
+            member_fall_back(member, EINVAL);
         retry_block(engine, block);
     } else {
         fail_block(engine, block, status);
@@ -297,7 +319,7 @@ void reap_complete(nvs_engine *engine)
     for (int i = 0; i < taken; i++) {
         struct block *block = block_of(engine, complete[i]);
         engine->in_backend_count--;
-        engine->tags_in_use -= block->tag_count;
+        return_tags(block);
         raise_depth(engine);
         judge_block(engine, block);
     }

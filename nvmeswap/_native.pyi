@@ -32,6 +32,8 @@ class _Lib:
     NVS_ERROR_FORKED: int
     NVS_ERROR_CLOSED: int
     NVS_ERROR_CANCELLED: int
+    NVS_MEMBER_LIMIT: int
+    NVS_STRIPE_LIMIT: int
     NVS_LATENCY_BUCKET_COUNT: int
     def nvs_engine_open(
         self, options: Any, status: Any, reason: Any, reason_nbytes: int
@@ -59,12 +61,14 @@ class _Lib:
     def nvs_engine_inject(self, engine: EngineHandle, fault_script: bytes) -> int: ...
     def nvs_file_new(
         self,
-        fd: int,
-        direct_mode: int,
+        members: Any,
+        stripes: Any,
         offset_alignment_nbytes: int,
         memory_alignment_nbytes: int,
     ) -> FileHandle: ...
-    def nvs_file_is_direct(self, file: FileHandle, fallback_errno: Any) -> int: ...
+    def nvs_file_is_direct(
+        self, file: FileHandle, member: int, fallback_errno: Any
+    ) -> int: ...
     def nvs_file_release(self, file: FileHandle) -> None: ...
     def nvs_request_done(self, request: RequestHandle) -> int: ...
     def nvs_request_wait(
@@ -74,6 +78,10 @@ class _Lib:
         self, request: RequestHandle, failures: Any, capacity: int
     ) -> int: ...
     def nvs_request_release(self, request: RequestHandle) -> None: ...
+    def nvs_stripe_share(self, stripes: Any, member: int, nbytes: int) -> int: ...
+    def nvs_stripe_find(
+        self, stripes: Any, offset_bytes: int, member_offset_bytes: Any
+    ) -> int: ...
     def nvs_probe_alignment(
         self, path: bytes, memory_alignment_nbytes: Any, offset_alignment_nbytes: Any
     ) -> int: ...

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
 import pytest
 
 
@@ -14,3 +19,25 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     options = [] if seed is None else [f"--hypothesis-seed={seed}"]
     tests = sorted({report.nodeid for report in failed})
     terminalreporter.line("rerun: tools/test " + " ".join([*options, *tests]))
+
+
+@pytest.fixture
+def drive_to_lose(tmp_path: Path) -> Iterator[tuple[Path, Callable[[], None]]]:
+    """A folder on an ext4 of its own, and a call after which its drive answers EIO; skips where
+    mounting is forbidden."""
+    image, folder = tmp_path / "image", tmp_path / "lost"
+    folder.mkdir()
+    with image.open("wb") as file:
+        file.truncate(256 << 20)
+    subprocess.run(["mkfs.ext4", "-q", "-O", "^has_journal", str(image)], check=True)
+    done = subprocess.run(["mount", "-o", "loop", str(image), str(folder)],
+                          capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"can't mount: {done.stderr.strip()}")
+
+    def lose() -> None:
+        subprocess.run(["sync", "--file-system", str(folder)], check=True)
+        os.truncate(image, 1 << 20)  # which ends the loop device
+
+    yield folder, lose
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import nvmeswap.zero3
-from nvmeswap.config import Config, OffloadDevice
+from nvmeswap.config import Config, OffloadDevice, SameDriveWarning
 from nvmeswap.errors import SwapBudgetError, SwapConfigError, SwapPathError
 
 
@@ -245,3 +245,37 @@ def test_budget_that_can_not_work_is_refused_with_the_smallest_that_does(tmp_pat
         optimizer.zero_grad()
     assert optimizer.swap.stats().arena_nbytes <= smallest
     optimizer.swap.close()
+
+
+def test_several_folders_are_taken_in_their_order(tmp_path: Path) -> None:
+    """Else a second drive can't be used."""
+    folders = [tmp_path / "b", tmp_path / "a"]
+    for folder in folders:
+        folder.mkdir()
+    source = config(None)
+    for block in ("offload_param", "offload_optimizer"):
+        source["zero_optimization"][block]["nvme_path"] = [str(folder) for folder in folders]
+    with pytest.warns(SameDriveWarning) as warned:
+        loaded = Config.load(source)
+    assert loaded.nvme_paths == tuple(folders)
+    assert all(str(folder) in str(warned[0].message) for folder in folders)
+    source["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(folders[0])
+    with pytest.warns(SameDriveWarning):
+        assert error_of(source).key == "zero_optimization.offload_optimizer.nvme_path"
+
+
+def test_wrong_folder_among_several_is_named(tmp_path: Path) -> None:
+    """Else nobody knows which of the drives isn't mounted.  field case M02"""
+    key = "zero_optimization.offload_param.nvme_path"
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path)
+    for second, path in (("missing", tmp_path / "missing"), ("link", link)):
+        source = config(None)
+        places = [str(tmp_path), str(tmp_path / second)]
+        source["zero_optimization"]["offload_param"]["nvme_path"] = places
+        error = error_of(source)
+        assert (error.key, error.path) == (key, path)
+    source["zero_optimization"]["offload_param"]["nvme_path"] = [str(tmp_path), 5]
+    assert error_of(source).key == f"{key}.1"
+    source["zero_optimization"]["offload_param"]["nvme_path"] = []
+    assert error_of(source).key == key

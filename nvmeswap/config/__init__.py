@@ -11,7 +11,7 @@ from nvmeswap.config.blocks import (
     SwapBlock,
     ZeroConfig,
 )
-from nvmeswap.config.load import Config, check_folder
+from nvmeswap.config.load import Config, SameDriveWarning, check_folders
 
 __all__ = [
     "DEFAULT_SUB_GROUP_NUMEL",
@@ -22,7 +22,8 @@ __all__ = [
     "OffloadParamConfig",
     "OptimizerBlock",
     "PrecisionBlock",
+    "SameDriveWarning",
     "SwapBlock",
     "ZeroConfig",
-    "check_folder",
+    "check_folders",
 ]

@@ -9,9 +9,9 @@ import enum
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from nvmeswap.config import keys
 
@@ -25,6 +25,14 @@ class OffloadDevice(enum.Enum):
     NONE = "none"
     CPU = "cpu"
     NVME = "nvme"
+
+
+def _listed(given: Any) -> Any:
+    return [given] if isinstance(given, (str, Path)) else given
+
+
+NvmePath = Annotated[tuple[Path, ...] | None, BeforeValidator(_listed)]
+"""One path or a list of them, as a tuple."""
 
 
 class Block(BaseModel):
@@ -59,10 +67,11 @@ class OffloadParamConfig(Block):
             "(host memory) or nvme."
         ),
     )
-    nvme_path: Path | None = Field(
+    nvme_path: NvmePath = Field(
         default=None,
         description=(
-            "An existing folder on the drive; needed for nvme, and the same for both blocks."
+            "An existing folder on the drive, or one on each of several drives, which share the "
+            "bytes by their speed; needed for nvme, and the same for both blocks."
         ),
     )
     buffer_count: int = Field(
@@ -109,10 +118,11 @@ class OffloadOptimizerConfig(Block):
             "device), cpu (host memory) or nvme."
         ),
     )
-    nvme_path: Path | None = Field(
+    nvme_path: NvmePath = Field(
         default=None,
         description=(
-            "An existing folder on the drive; needed for nvme, and the same for both blocks."
+            "An existing folder on the drive, or one on each of several drives, which share the "
+            "bytes by their speed; needed for nvme, and the same for both blocks."
         ),
     )
     buffer_count: int = Field(
@@ -175,7 +185,8 @@ class AioConfig(Block):
         ge=1,
         le=4096,
         description=(
-            "Blocks in the kernel at a time. Raise it for RAID, or if the drive is not busy."
+            "Blocks in the kernel at a time, over all drives. Raise it for RAID, for more than "
+            "eight drives, or if the drive is not busy."
         ),
     )
     intra_op_parallelism: int = Field(

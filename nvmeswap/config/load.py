@@ -7,7 +7,7 @@ the order in which they are applied to each block:
 2. A key that nobody knows is an error naming the nearest known key; in the outermost block, where
    other tools keep their sections, it is a warning unless it looks like a misspelt key of ours.
 3. A key that is known but can't be honoured here is an error naming what to use instead.
-4. `device: nvme` needs an `nvme_path` that exists, is a folder and can be written.
+4. `device: nvme` needs an `nvme_path`, or several, that exist, are folders and can be written.
 
 All messages start with the key's path in the JSON, such as
 `zero_optimization.offload_param.device`.
@@ -19,7 +19,7 @@ import difflib
 import json
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -37,6 +37,10 @@ from nvmeswap.config.blocks import (
     ZeroConfig,
 )
 from nvmeswap.errors import SwapConfigError, SwapPathError
+
+
+class SameDriveWarning(UserWarning):
+    """Two folders that are to be striped over are on one filesystem."""
 
 
 class Config(Block):
@@ -73,13 +77,14 @@ class Config(Block):
         return config
 
     @property
-    def nvme_path(self) -> Path | None:
-        """The one folder that all swap files of this run go under, None when nothing is on NVMe."""
+    def nvme_paths(self) -> tuple[Path, ...]:
+        """The folders that all swap files of this run go under, one for each drive; none when
+        nothing is on NVMe."""
         zero = self.zero_optimization
         for block in (zero.offload_param, zero.offload_optimizer):
             if block.device is OffloadDevice.NVME:
-                return block.nvme_path
-        return None
+                return block.nvme_path or ()
+        return ()
 
     def _check_meaning(self) -> None:
         zero = self.zero_optimization
@@ -106,7 +111,7 @@ class Config(Block):
             )
         for name, block in (("offload_param", param), ("offload_optimizer", optimizer)):
             if block.device is OffloadDevice.NVME:
-                check_folder(block.nvme_path, key=f"zero_optimization.{name}.nvme_path")
+                check_folders(block.nvme_path, key=f"zero_optimization.{name}.nvme_path")
         if OffloadDevice.NONE is optimizer.device is not param.device:
             raise SwapConfigError(
                 "offloaded parameters need an offloaded optimizer: their fp32 masters live there",
@@ -120,18 +125,49 @@ class Config(Block):
             raise SwapConfigError(
                 "offload_param and offload_optimizer name different folders",
                 key="zero_optimization.offload_optimizer.nvme_path",
-                fix="several drives are not served yet: use one nvme_path for both",
+                fix="use the same nvme_path for both: a list of all folders spreads them",
             )
 
 
-def check_folder(path: Path | None, *, key: str) -> None:
-    """Raise SwapPathError unless `path` is an existing folder that this process can write."""
-    if path is None or str(path) in ("", "."):
+def check_folders(
+    given: str | Path | Sequence[str | Path] | None, *, key: str
+) -> tuple[Path, ...]:
+    """One folder, or one for each of several drives, as paths.
+
+    Raises SwapPathError, naming the folder, unless each exists and can be written by this process,
+    and unless they differ. Warns (`SameDriveWarning`) of two on one filesystem.
+    """
+    listed = [given] if given is None or isinstance(given, (str, Path)) else list(given)
+    paths = tuple(Path(each) for each in listed if each is not None)
+    if not paths or any(str(path) == "." for path in paths):  # Path("") is "."
         raise SwapPathError(
             f'{key} is missing: device "nvme" needs a folder',
             key=key,
             fix=f'set "{key}" to a folder on the NVMe drive',
         )
+    for path in paths:
+        _check_folder(path, key)
+    _compare_folders(paths, key)
+    return paths
+
+
+def _compare_folders(paths: Sequence[Path], key: str) -> None:
+    for second, path in enumerate(paths):
+        for other in paths[:second]:
+            if path.samefile(other):
+                raise SwapPathError(
+                    f"{key} names one folder twice", key=key, path=path,
+                    cause=f"it is the same as {other}", fix="name each folder once",
+                )
+            if path.stat().st_dev == other.stat().st_dev:
+                warnings.warn(
+                    f"{key}: {other} and {path} are on one filesystem, so striping over both makes "
+                    "nothing faster",
+                    SameDriveWarning, stacklevel=4,
+                )
+
+
+def _check_folder(path: Path, key: str) -> None:
     if not path.exists():
         raise SwapPathError(f"{key} does not exist", key=key, path=path, fix=f"mkdir -p {path}")
     if not path.is_dir():

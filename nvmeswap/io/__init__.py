@@ -7,23 +7,29 @@
 """
 
 from nvmeswap.io.alignment import padded_nbytes
+from nvmeswap.io.drives import probe_folders
 from nvmeswap.io.engine import Engine
+from nvmeswap.io.file import DirectMode, File, Member, Stripes
 from nvmeswap.io.filesystem import BufferedFallbackWarning, FilesystemWarning
-from nvmeswap.io.probe import FolderProbe, Refusal, probe_folder
+from nvmeswap.io.probe import Drive, FolderProbe, Refusal, probe_folder
 from nvmeswap.io.request import Request
-from nvmeswap.io.transfer import Direction, DirectMode, File, Lane
+from nvmeswap.io.transfer import Direction, Lane
 
 __all__ = [
     "BufferedFallbackWarning",
     "DirectMode",
     "Direction",
+    "Drive",
     "Engine",
     "File",
     "FilesystemWarning",
     "FolderProbe",
     "Lane",
+    "Member",
     "Refusal",
     "Request",
+    "Stripes",
     "padded_nbytes",
     "probe_folder",
+    "probe_folders",
 ]

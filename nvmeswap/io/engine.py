@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
 import threading
 import warnings
@@ -15,27 +14,24 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nvmeswap.errors import SwapPathError, SwapTimeoutError, SwapUsageError
+from nvmeswap.errors import SwapTimeoutError, SwapUsageError
 from nvmeswap.io import native
-from nvmeswap.io.filesystem import warn_buffered
+from nvmeswap.io.file import STRIPE_NBYTES, DirectMode, File, Member, open_file
 from nvmeswap.io.request import Request
-from nvmeswap.io.transfer import Direction, DirectMode, File, Lane, pieces_of
+from nvmeswap.io.transfer import Direction, Lane, pieces_of
 from nvmeswap.stats import EngineStats, LaneLatency
 
 if TYPE_CHECKING:
     from nvmeswap._native import EngineHandle, RequestHandle
 
-__all__ = ["DirectMode", "Direction", "Engine", "File", "Lane"]
+__all__ = ["DirectMode", "Direction", "Engine", "File", "Lane", "Member"]
 
 _BLOCK_MULTIPLE_NBYTES = 4096
-# Demand reads took 2.2 to 2.7 times their idle time behind it, 1.7 to 1.9 behind half of it, which
-# costs a stream of reads 6 to 10 % (native/lanes.c).
-_BACKGROUND_NBYTES = 4 << 20
+# Of one drive. Demand reads took 2.2 to 2.7 times their idle time behind it, 1.7 to 1.9 behind half
+# of it, which costs a stream of reads 6 to 10 % (native/lanes.c).
+BACKGROUND_NBYTES = 4 << 20
 _BLOCK_LIMIT_NBYTES = 1 << 31
-_MEMORY_ALIGNMENT_LIMIT_NBYTES = 4096
 _DRAIN_AT_EXIT_S = 60.0
-# What open() says to O_DIRECT on a filesystem without it.
-_DIRECT_REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 class Engine:
@@ -93,7 +89,7 @@ class Engine:
         self._pid = os.getpid()
         self._handle = native.open_engine(
             backend=backend, block_nbytes=block_nbytes,
-            background_nbytes=background_nbytes or _BACKGROUND_NBYTES,
+            background_nbytes=background_nbytes or BACKGROUND_NBYTES,
             queue_depth=queue_depth, thread_count=thread_count, fault_script=fault_script,
         )
         self._accepting = True
@@ -118,22 +114,32 @@ class Engine:
         The alignments are what `probe_folder` found, powers of two. Raises SwapPathError when the
         file can't be opened, or not directly although `direct` is REQUIRE.
         """
-        self._require_own_process()
-        self._require_open()
-        for nbytes, limit_nbytes in (
-            (offset_alignment_nbytes, self._block_nbytes),
-            (memory_alignment_nbytes, _MEMORY_ALIGNMENT_LIMIT_NBYTES),
-        ):
-            if nbytes < 1 or nbytes & (nbytes - 1) or limit_nbytes % nbytes:
-                raise SwapUsageError(f"{nbytes} is no alignment for {path}",
-                                     fix=f"use a power of two that divides {limit_nbytes}")
-        fd, mode = _open_descriptor(path, direct)
-        handle = native.new_file(
-            fd, direct_mode=mode.value, offset_alignment_nbytes=offset_alignment_nbytes,
+        return self.open_striped(
+            (Member(path, direct=direct),), offset_alignment_nbytes=offset_alignment_nbytes,
             memory_alignment_nbytes=memory_alignment_nbytes,
         )
-        return File(path, handle, offset_alignment_nbytes=offset_alignment_nbytes,
-                    memory_alignment_nbytes=memory_alignment_nbytes)
+
+    def open_striped(
+        self,
+        members: Sequence[Member],
+        *,
+        stripe_nbytes: int = STRIPE_NBYTES,
+        offset_alignment_nbytes: int = 4096,
+        memory_alignment_nbytes: int = 512,
+    ) -> File:
+        """Open several existing files as one, striped in proportion to their weights.
+
+        The caller has given each the size that `Stripes.share` tells. The alignments are the
+        strictest of the members'; a stripe is a multiple of both and of 4096. Raises SwapPathError,
+        naming the member, when one can't be opened; SwapUsageError for a layout that can't be
+        served. At most 16 members, with weights of 64 in all.
+        """
+        self._require_own_process()
+        self._require_open()
+        return open_file(
+            members, stripe_nbytes, offset_alignment_nbytes=offset_alignment_nbytes,
+            memory_alignment_nbytes=memory_alignment_nbytes, block_nbytes=self._block_nbytes,
+        )
 
     def read(
         self, file: File, offset_bytes: int, buffer: torch.Tensor, *, lane: Lane = Lane.DEMAND
@@ -318,24 +324,6 @@ def _latency(buckets: list[tuple[float, int]]) -> LaneLatency:
             upper_s.append(begin_s * 9 / 8)
     p50_s, p99_s, max_s = upper_s or (0.0, 0.0, 0.0)
     return LaneLatency(total, p50_s, p99_s, max_s)
-
-
-def _open_descriptor(path: Path, direct: DirectMode) -> tuple[int, DirectMode]:
-    flags = os.O_RDWR | os.O_CLOEXEC
-    try:
-        if direct is DirectMode.OFF:
-            return os.open(path, flags), direct
-        return os.open(path, flags | os.O_DIRECT), direct
-    except OSError as error:
-        code = error.errno or 0
-        direct_refused = direct is not DirectMode.OFF and code in _DIRECT_REFUSALS
-        if not direct_refused or direct is DirectMode.REQUIRE:
-            fix = 'use another folder, or direct mode "prefer"' if direct_refused else None
-            raise SwapPathError(f"{path} could not be opened", path=path, errno=code,
-                                fix=fix) from error
-    opened = _open_descriptor(path, DirectMode.OFF)
-    warn_buffered(path.parent, code)
-    return opened
 
 
 def _close_forgotten(

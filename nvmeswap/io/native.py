@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -49,6 +49,8 @@ _CAUSES = {
     lib.NVS_ERROR_END_OF_FILE: "the file ends within the wanted bytes",
     lib.NVS_ERROR_NO_PROGRESS: "a transfer succeeded without moving anything",
 }
+MEMBER_LIMIT = int(lib.NVS_MEMBER_LIMIT)
+STRIPE_LIMIT = int(lib.NVS_STRIPE_LIMIT)
 _LATENCY_BUCKET_COUNT = int(lib.NVS_LATENCY_BUCKET_COUNT)
 
 
@@ -193,12 +195,16 @@ def inject(handle: EngineHandle, fault_script: str) -> None:
 
 
 def new_file(
-    fd: int, *, direct_mode: int, offset_alignment_nbytes: int, memory_alignment_nbytes: int
+    members: Sequence[tuple[int, int]], weights: Sequence[int], stripe_nbytes: int, *,
+    offset_alignment_nbytes: int, memory_alignment_nbytes: int,
 ) -> FileHandle:
-    """Takes over the descriptor, also when it raises MemoryError."""
-    handle = lib.nvs_file_new(fd, direct_mode, offset_alignment_nbytes, memory_alignment_nbytes)
+    """Takes over the members' descriptors, each with its direct mode, unless it raises
+    MemoryError."""
+    handle = lib.nvs_file_new(
+        ffi.new("nvs_member[]", list(members)), _Layout(weights, stripe_nbytes).stripes,
+        offset_alignment_nbytes, memory_alignment_nbytes,
+    )
     if handle == ffi.NULL:
-        os.close(fd)
         raise MemoryError("a file handle")
     return ffi.gc(handle, lib.nvs_file_release)
 
@@ -207,11 +213,37 @@ def release_file(handle: FileHandle) -> None:
     ffi.release(handle)
 
 
-def file_mode(handle: FileHandle) -> tuple[bool, int]:
-    """Whether the file is direct now, and the errno of its fallback (0: none)."""
+def file_mode(handle: FileHandle, member: int) -> tuple[bool, int]:
+    """Whether the member is direct now, and the errno of its fallback (0: none)."""
     fallback_errno = ffi.new("int32_t *")
-    is_direct = lib.nvs_file_is_direct(handle, fallback_errno)
+    is_direct = lib.nvs_file_is_direct(handle, member, fallback_errno)
     return bool(is_direct), fallback_errno[0]
+
+
+class _Layout:
+    """nvs_stripes, and the memory that it points to."""
+
+    def __init__(self, weights: Sequence[int], stripe_nbytes: int) -> None:
+        self._weights = ffi.new("uint32_t[]", list(weights))
+        self.stripes = ffi.new("nvs_stripes *", {
+            "weights": self._weights,
+            "member_count": len(weights),
+            "stripe_nbytes": stripe_nbytes,
+        })
+
+
+def stripe_share(weights: Sequence[int], stripe_nbytes: int, member: int, nbytes: int) -> int:
+    layout = _Layout(weights, stripe_nbytes)
+    return int(lib.nvs_stripe_share(layout.stripes, member, nbytes))
+
+
+def stripe_find(
+    weights: Sequence[int], stripe_nbytes: int, offset_bytes: int
+) -> tuple[int, int]:
+    layout = _Layout(weights, stripe_nbytes)
+    member_offset = ffi.new("uint64_t *")
+    member = lib.nvs_stripe_find(layout.stripes, offset_bytes, member_offset)
+    return int(member), int(member_offset[0])
 
 
 def probe_alignment(path: Path) -> tuple[int, int] | None:
@@ -247,25 +279,33 @@ def wait_request(handle: RequestHandle, timeout_s: float | None) -> list[Failure
 
 
 def transfer_error(
-    failure: Failure, *, is_write: bool, path: Path, offset_bytes: int, nbytes: int
+    failure: Failure, *, is_write: bool, paths: Sequence[Path], member: int,
+    member_offset_bytes: int, offset_bytes: int, nbytes: int,
 ) -> SwapError:
-    """The error that a failed piece raises."""
+    """The error that a failed piece raises. Of a striped file it names the member that failed, and
+    where in it."""
     if failure.status == lib.NVS_ERROR_CANCELLED:
         return SwapCancelledError(
-            "a transfer was cancelled", path=path, offset_bytes=offset_bytes,
+            "a transfer was cancelled", path=paths[0], offset_bytes=offset_bytes,
             wanted_nbytes=nbytes, got_nbytes=failure.done_nbytes,
         )
+    path = paths[member]
     code = None if failure.status in _CAUSES else -failure.status
     cause = _CAUSES.get(failure.status, "")
     cause += f"{': ' if cause else ''}at offset {failure.error_offset_bytes:_}"
+    others = ""
+    if len(paths) > 1:
+        offset_bytes = member_offset_bytes
+        cause += f" of the {len(paths)} files that are striped together"
+        others = ", ".join(str(each) for each in paths if each != path)
     if failure.tries > 1:
-        cause += f" after {failure.tries} tries"
+        cause += f", after {failure.tries} tries"
     if is_write and code in (errno.ENOSPC, errno.EDQUOT):
         return SwapSpaceError(
             f"{nbytes:_} bytes were not written: no space",
             path=path, offset_bytes=offset_bytes, wanted_nbytes=nbytes,
             got_nbytes=_free_nbytes(path), errno=code, cause=cause,
-            intact="the source in memory",
+            intact="the source in memory" + (others and f"; {others}"),
             fix="free space on this filesystem, or raise the quota, and retry",
         )
     if is_write:
@@ -273,14 +313,16 @@ def transfer_error(
             f"{nbytes:_} bytes were not written",
             path=path, offset_bytes=offset_bytes, wanted_nbytes=nbytes,
             got_nbytes=failure.done_nbytes, errno=code, cause=cause,
-            intact="the source in memory",
+            intact="the source in memory" + (others and f"; {others}"),
             fix="see `dmesg` for the drive's state; retry, or use another folder",
         )
     return SwapReadError(
         f"{nbytes:_} bytes were not read",
         path=path, offset_bytes=offset_bytes, wanted_nbytes=nbytes,
         got_nbytes=failure.done_nbytes, errno=code, cause=cause,
-        fix="see `dmesg` for the drive's state; retry, or resume from a checkpoint",
+        intact=others or None,
+        fix="see `dmesg` for the drive's state; retry, or resume from a checkpoint"
+        + (others and " without this drive"),
     )
 
 

@@ -18,8 +18,8 @@ from nvmeswap.errors import SwapConfigError, SwapIOError, SwapPathError
 from nvmeswap.io import native
 from nvmeswap.io.alignment import padded_nbytes
 from nvmeswap.io.engine import Engine
+from nvmeswap.io.file import DirectMode
 from nvmeswap.io.filesystem import filesystem_type, warn_filesystem
-from nvmeswap.io.transfer import DirectMode
 
 # Extents start at multiples of it even where 512 would do: drives have 4096-byte sectors too.
 _LAYOUT_ALIGNMENT_NBYTES = 4096
@@ -46,11 +46,27 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
+class Drive:
+    """A folder that swap files are striped over, with its own findings. Of each row of stripes it
+    gets `weight`, by the bandwidth measured there (bytes a second; None where it is alone and
+    nothing was measured)."""
+
+    folder: Path
+    direct: bool
+    offset_alignment_nbytes: int
+    weight: int = 1
+    read_nbytes_per_s: float | None = None
+    write_nbytes_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class FolderProbe:
     """What `probe_folder` found: pass `backend` to `Engine`, the rest to `Engine.open`.
 
     `direct`: a direct write and read came back equal. `offset_alignment_nbytes`: for offsets and
     padded lengths, 4096 or more. `memory_alignment_nbytes`: for memory to be used in place.
+    `drives`: the folder, or all of several (`probe_folders`); then `folder` is the first, `direct`
+    says whether all are, and the alignments are the strictest.
     """
 
     folder: Path
@@ -60,6 +76,7 @@ class FolderProbe:
     offset_alignment_nbytes: int
     memory_alignment_nbytes: int
     refused: tuple[Refusal, ...]
+    drives: tuple[Drive, ...]
 
 
 def probe_folder(
@@ -76,7 +93,7 @@ def probe_folder(
     Raises SwapPathError when the folder is missing, no folder or not writable, when direct I/O is
     REQUIRED and refused, and when no backend passes. Blocks for a few milliseconds.
     """
-    with _trial_file(folder) as trial_path:
+    with trial_file(folder) as trial_path:
         filesystem = filesystem_type(folder)
         warn_filesystem(folder, filesystem)
         memory_nbytes, offset_nbytes = native.probe_alignment(trial_path) or (_PAGE_NBYTES, 1)
@@ -98,7 +115,7 @@ def probe_folder(
                 refused.append(Refusal(name, _reason(name, error)))
                 continue
             return FolderProbe(folder, filesystem, name, is_direct, offset_nbytes, memory_nbytes,
-                               tuple(refused))
+                               tuple(refused), (Drive(folder, is_direct, offset_nbytes),))
     raise _none_works(folder, filesystem, backend, refused)
 
 
@@ -139,7 +156,7 @@ def _can_ask_not_to_block(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _trial_file(folder: Path) -> Iterator[Path]:
+def trial_file(folder: Path) -> Iterator[Path]:
     """A file in the folder, which proves that it is one and can be written. It is locked while its
     prober lives, so that others can tell it from one whose prober was killed."""
     _check_folder(folder)

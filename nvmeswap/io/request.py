@@ -9,7 +9,8 @@ import torch
 
 from nvmeswap.errors import SwapError, SwapTimeoutError
 from nvmeswap.io import native
-from nvmeswap.io.transfer import Direction, File
+from nvmeswap.io.file import File
+from nvmeswap.io.transfer import Direction
 
 if TYPE_CHECKING:
     from nvmeswap._native import RequestHandle
@@ -97,18 +98,23 @@ class Request:
 
     def _error(self, failure: native.Failure) -> SwapError:
         _, offset_bytes, nbytes = self._pieces[failure.piece].tolist()
+        member, member_offset_bytes = self._file.stripes.find(failure.error_offset_bytes)
         return native.transfer_error(
             failure,
             is_write=self._direction is Direction.WRITE,
-            path=self._file.path,
+            paths=self._file.paths,
+            member=member,
+            member_offset_bytes=member_offset_bytes,
             offset_bytes=offset_bytes,
             nbytes=nbytes,
         )
 
     def _timeout_error(self, timeout_s: float | None) -> SwapTimeoutError:
         verb = "write" if self._direction is Direction.WRITE else "read"
+        over = ", ".join(map(str, self._file.paths))
         return SwapTimeoutError(
             f"a {verb} was not over within {timeout_s} s",
+            cause=f"it is striped over {over}" if len(self._file.paths) > 1 else None,
             path=self._file.path,
             offset_bytes=int(self._pieces[0, 1]),
             wanted_nbytes=self.nbytes,

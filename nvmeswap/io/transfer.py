@@ -1,22 +1,16 @@
-"""What a transfer is made of: direction, lane, file, place and memory."""
+"""What a transfer is made of: direction, lane, place and memory."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from nvmeswap.errors import SwapUsageError
 from nvmeswap.io import native
-from nvmeswap.io.filesystem import warn_buffered
-
-if TYPE_CHECKING:
-    from nvmeswap._native import FileHandle
-
+from nvmeswap.io.file import File
 
 _MOST_BYTES = (1 << 63) - 1  # what an offset in a file can be
 
@@ -35,65 +29,6 @@ class Lane(enum.IntEnum):
     DEMAND = 0
     PREFETCH = 1
     WRITEBACK = 2
-
-
-class DirectMode(enum.Enum):
-    """Whether files bypass the page cache. Values as in native/interface.h."""
-
-    OFF = 0
-    """Never: buffered from the start."""
-    PREFER = 1
-    """Where the filesystem does it; else buffered, with one `BufferedFallbackWarning` a folder."""
-    REQUIRE = 2
-    """Always: a refusal is an error."""
-
-
-class File:
-    """An open swap file, made by `Engine.open`.
-
-    `path`: the file. `offset_alignment_nbytes`: what offsets must be a multiple of while the file
-    is direct, and up to where a write of odd length zeroes its extent. `memory_alignment_nbytes`:
-    memory that is aligned so is used in place, other memory through a bounce buffer.
-
-    Threads: any. Blocking: never. Ownership: the descriptor stays open until `close()` and the end
-    of the last request on it.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        handle: FileHandle,
-        *,
-        offset_alignment_nbytes: int,
-        memory_alignment_nbytes: int,
-    ) -> None:
-        self.path = path
-        self.offset_alignment_nbytes = offset_alignment_nbytes
-        self.memory_alignment_nbytes = memory_alignment_nbytes
-        self._handle: FileHandle | None = handle
-
-    @property
-    def handle(self) -> FileHandle:
-        """For native.py. Raises SwapClosedError after `close()`."""
-        if self._handle is None:
-            raise native.closed_error(f"the file {self.path}")
-        return self._handle
-
-    @property
-    def direct(self) -> bool:
-        """Does the file bypass the page cache now? Warns when it has stopped doing so."""
-        if self._handle is None:
-            return False
-        is_direct, fallback_errno = native.file_mode(self._handle)
-        if fallback_errno:
-            warn_buffered(self.path.parent, fallback_errno)
-        return is_direct
-
-    def close(self) -> None:
-        """Let go of the descriptor; requests in flight still end. May be repeated."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            native.release_file(handle)
 
 
 def pieces_of(
@@ -121,10 +56,10 @@ def pieces_of(
     ends = pieces[:, 1] + pieces[:, 2]
     if (offsets < 0).any() or (ends > _MOST_BYTES).any():
         raise SwapUsageError("an offset is out of range", path=file.path)
-    if file.direct and (offsets % file.offset_alignment_nbytes).any():
+    if file.wants_aligned_offsets and (offsets % file.offset_alignment_nbytes).any():
         wrong = offsets[offsets % file.offset_alignment_nbytes != 0]
         raise SwapUsageError(
-            f"offset {wrong[0]} of a direct file is not aligned", path=file.path,
+            f"offset {wrong[0]} of a direct or striped file is not aligned", path=file.path,
             fix=f"place extents at multiples of {file.offset_alignment_nbytes}",
         )
     return pieces

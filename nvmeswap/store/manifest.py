@@ -7,6 +7,11 @@
 
 `written` lists [first byte, end byte, xxh3_64 in hexadecimal or null]. A reader must refuse another
 format number; it may ignore fields it does not know. The file is replaced by an atomic rename.
+Format 2 is that of files that are striped over several drives: offsets are those of all together,
+and there is one more field, which says how they share them (native/stripe.h):
+
+    "striping": {"stripe_nbytes": 1048576, "weights": [3, 2],
+                 "folders": ["/a/nvmeswap/a1/rank00000", "/b/nvmeswap/a1/rank00000"]}
 """
 
 from __future__ import annotations
@@ -14,13 +19,16 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nvmeswap.errors import SwapManifestError
+from nvmeswap.io.file import STRIPE_NBYTES
+from nvmeswap.io.probe import FolderProbe
 from nvmeswap.store.extents import Extent
 from nvmeswap.store.written import WrittenRanges
 
@@ -28,6 +36,7 @@ if TYPE_CHECKING:
     from nvmeswap.store.request import StoreRequest
 
 FORMAT = 1
+STRIPED_FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +52,23 @@ class TensorSpec:
     def nbytes(self) -> int:
         """Bytes of the dense elements."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Striping:
+    """How every file of a store is shared by drives: the files of the same name in `folders`."""
+
+    stripe_nbytes: int
+    weights: tuple[int, ...]
+    folders: tuple[str, ...]
+
+    @classmethod
+    def over(cls, folders: Sequence[Path], probe: FolderProbe) -> Striping | None:
+        """None for one drive, where nothing is striped."""
+        if len(folders) == 1:
+            return None
+        weights = tuple(drive.weight for drive in probe.drives)
+        return cls(STRIPE_NBYTES, weights, tuple(map(str, folders)))
 
 
 @dataclass(slots=True)
@@ -66,6 +92,7 @@ class Manifest:
     rank: int
     world_size: int
     entries: dict[str, ManifestEntry] = field(default_factory=dict)
+    striping: Striping | None = None
 
     def check(self, key: str, spec: TensorSpec) -> None:
         """Raises SwapManifestError, naming the first field that differs, if `key` holds something
@@ -85,13 +112,15 @@ class Manifest:
     def save(self, path: Path) -> None:
         """Writes the file beside `path`, for its owner's eyes only, then renames it over; blocks.
         Raises OSError."""
-        content = {
-            "format": FORMAT,
+        content: dict[str, Any] = {
+            "format": FORMAT if self.striping is None else STRIPED_FORMAT,
             "run": self.run,
             "rank": self.rank,
             "world_size": self.world_size,
             "entries": {key: _entry_to_json(entry) for key, entry in self.entries.items()},
         }
+        if self.striping is not None:
+            content["striping"] = asdict(self.striping)
         partial = path.with_suffix(".partial")
         partial.unlink(missing_ok=True)  # an interrupted save's, or a link: never written through
         with open(partial, "x", opener=_open_private) as file:
@@ -107,12 +136,17 @@ class Manifest:
         try:
             with open(path, "rb", opener=_open_private) as file:
                 content = json.load(file)
-            _compare("the manifest", "format", content["format"], FORMAT)
+            striping = None
+            if content["format"] == STRIPED_FORMAT:
+                striping = _striping_from_json(content["striping"])
+            else:
+                _compare("the manifest", "format", content["format"], FORMAT)
             return cls(
                 run=str(content["run"]),
                 rank=int(content["rank"]),
                 world_size=int(content["world_size"]),
                 entries={k: _entry_from_json(entry) for k, entry in content["entries"].items()},
+                striping=striping,
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise SwapManifestError(
@@ -148,6 +182,12 @@ def _entry_to_json(entry: ManifestEntry) -> dict[str, Any]:
             for first_byte, end_byte, digest in entry.written.ranges
         ],
     }
+
+
+def _striping_from_json(content: dict[str, Any]) -> Striping:
+    return Striping(
+        int(content["stripe_nbytes"]), tuple(content["weights"]), tuple(content["folders"])
+    )
 
 
 def _entry_from_json(content: dict[str, Any]) -> ManifestEntry:

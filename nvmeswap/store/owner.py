@@ -3,6 +3,8 @@
     <nvme_path>/nvmeswap/.lock                      held by whoever claims or clears folders
     <nvme_path>/nvmeswap/<run>/rank00000/owner.json locked for as long as its owner lives
 
+With several drives each has these, and one process owns all.
+
 Facts. flock belongs to the open file, not to the process: the kernel drops it at any death, kill -9
 and power loss included; a second open in the same process is refused like anybody else's; a forked
 child shares it, and would keep it alive past its parent, so children close their copies (closing
@@ -26,7 +28,7 @@ import stat
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -193,6 +195,49 @@ class OwnedFolder:
         if arguments := self._give_up.detach():
             folder, fd, pid, _ = arguments[2]
             _release(folder, fd, pid, remove)
+
+
+class OwnedFolders:
+    """An `OwnedFolder` of the same name on each of several drives.
+
+    Attributes: `folder`, the first; `folders`, all; `removed`, as an `OwnedFolder`'s.
+    """
+
+    def __init__(self, owned: Sequence[OwnedFolder]) -> None:
+        self.folder = owned[0].folder
+        self.folders = tuple(each.folder for each in owned)
+        self.removed = tuple(folder for each in owned for folder in each.removed)
+        self._owned = tuple(owned)
+
+    @classmethod
+    def claim(
+        cls, nvme_paths: Sequence[Path], *, run: str, rank: int, world_size: int
+    ) -> OwnedFolders:
+        """Claims below each path, one after the other, as `OwnedFolder.claim`; all or none."""
+        owned: list[OwnedFolder] = []
+        try:
+            for path in nvme_paths:
+                owned.append(OwnedFolder.claim(path, run=run, rank=rank, world_size=world_size))
+        except BaseException:
+            for each in owned:
+                each.release()
+            raise
+        return cls(owned)
+
+    def release(self, *, remove: bool = True) -> None:
+        """As `OwnedFolder.release`, of each, also when one fails: a drive that is gone must not
+        leave its neighbours full. Raises SwapPathError naming the last that failed."""
+        failed: SwapPathError | None = None
+        for each in self._owned:
+            try:
+                each.release(remove=remove)
+            except OSError as error:
+                failed = SwapPathError(
+                    "swap files could not be removed", path=each.folder, errno=error.errno,
+                    fix="see `dmesg` for the drive's state; the next start there removes them",
+                )
+        if failed is not None:
+            raise failed
 
 
 def _check_folder(nvme_path: Path) -> None:

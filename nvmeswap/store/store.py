@@ -19,8 +19,8 @@ from nvmeswap.io.digest import CHUNK_NBYTES
 from nvmeswap.io.engine import Direction, Engine, Lane
 from nvmeswap.io.probe import FolderProbe
 from nvmeswap.stats import StoreStats
-from nvmeswap.store.manifest import Manifest, ManifestEntry, TensorSpec
-from nvmeswap.store.owner import MANIFEST_FILE, OwnedFolder
+from nvmeswap.store.manifest import Manifest, ManifestEntry, Striping, TensorSpec
+from nvmeswap.store.owner import MANIFEST_FILE, OwnedFolders
 from nvmeswap.store.pieces import Pieces
 from nvmeswap.store.request import StoreBatch, StoreRequest, WantedSum, must_precede
 from nvmeswap.store.swapfile import SwapFile
@@ -60,8 +60,8 @@ class Store:
     for a read in `wait`.
 
     Args: `nvme_path`, an existing folder; `run`, `rank`, `world_size`, who we are; `engine`,
-    shared, closed by its owner after the store; `probe`, of `nvme_path`; `timeout_s`, for every
-    wait.
+    shared, closed by its owner after the store; `probe`, of `nvme_path`, or of it and folders on
+    other drives, which share the bytes; `timeout_s`, for every wait.
     Raises: SwapPathError, SwapOwnerError, SwapConfigError when it is made; SwapClosedError by calls
     after `close`.
     Blocking: `read` and `write` only for the order above. Threads: all calls from any thread.
@@ -81,14 +81,16 @@ class Store:
         checksum: Checksum = Checksum.ALL,
         timeout_s: float = 60.0,
     ) -> None:
-        self._owner = OwnedFolder.claim(nvme_path, run=run, rank=rank, world_size=world_size)
+        paths = [nvme_path, *(drive.folder for drive in probe.drives[1:])]
+        self._owner = OwnedFolders.claim(paths, run=run, rank=rank, world_size=world_size)
         self.folder = self._owner.folder
         self.alignment_nbytes = max(probe.offset_alignment_nbytes, _LEAST_ALIGNMENT_NBYTES)
         self._engine = engine
         self._probe = probe
         self._checksum = checksum
         self.timeout_s = timeout_s
-        self._manifest = Manifest(run=run, rank=rank, world_size=world_size)
+        striping = Striping.over(self._owner.folders, probe)
+        self._manifest = Manifest(run, rank, world_size, striping=striping)
         self._files: dict[str, SwapFile] = {}
         self._lock = threading.RLock()
         self._closed = False
@@ -119,8 +121,7 @@ class Store:
                 for key in specs:
                     del self._manifest.entries[key]
                 del self._files[name]
-                file.close()
-                file.path.unlink()
+                file.remove()
                 raise
 
     def allocate(self, name: str, key: str, spec: TensorSpec) -> None:

@@ -1,4 +1,4 @@
-"""A .swp file: its space, taken up front, and its face in the engine.
+"""A .swp file, on one drive or several: its space, taken up front, and its face in the engine.
 
 Facts. fallocate mode 0 takes the space and moves the size, so that no later write extends the file
 (extending takes the inode's lock and is done by kernel workers). Past free space ext4 keeps what it
@@ -11,6 +11,7 @@ check.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -19,7 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nvmeswap.errors import SwapPathError, SwapSpaceError, SwapWriteError
-from nvmeswap.io.engine import DirectMode, Engine, File
+from nvmeswap.io.engine import DirectMode, Engine, File, Member
+from nvmeswap.io.file import Stripes
 from nvmeswap.io.probe import FolderProbe
 from nvmeswap.store.extents import Extent, ExtentAllocator
 
@@ -31,38 +33,43 @@ _GROWTH_NBYTES = 64 << 20  # arbitrary: few growths for small tensors, little wa
 
 
 class SwapFile:
-    """One file and the extents in it. Does no locking: its store does.
+    """One file, or one on each of several drives striped together, and the extents in it. Does no
+    locking: its store does.
 
-    Attributes: `path`; `file`, for the engine; `nbytes`, its size, all of it allocated.
+    Attributes: `path`, the (first) file; `file`, for the engine; `nbytes`, its size over all
+    drives, all of it allocated.
     """
 
     def __init__(self, path: Path, nbytes: int, engine: Engine, probe: FolderProbe,
                  alignment_nbytes: int) -> None:
-        """Creates the file with `nbytes` of space. Blocks for as long as the filesystem takes.
+        """Creates the file with `nbytes` of space; of several drives `path` is on the first, and
+        has the same place on the others. Blocks for as long as the filesystem takes.
 
         Raises SwapSpaceError (the filesystem is full, nothing is left behind), SwapPathError (the
-        file exists, or can't be created), SwapWriteError (any other refusal of space).
+        file exists, or can't be created), SwapWriteError (any other refusal of space). Their `path`
+        is on the drive that refused.
         """
         self.path = path
         self.nbytes = 0
         self.extents = ExtentAllocator(alignment_nbytes)
+        self._stripes = Stripes(tuple(drive.weight for drive in probe.drives))
+        self._parts: list[_Part] = []
         try:
-            os.close(os.open(path, _OPEN_FLAGS | os.O_CREAT | os.O_EXCL, 0o600))
-        except OSError as error:
-            raise SwapPathError(
-                "a swap file can't be created", path=path, errno=error.errno,
-                fix="remove the file if it is there: nobody may share a swap file",
-            ) from error
-        try:
+            for drive in probe.drives:
+                self._parts.append(_Part(_on_drive(path, drive.folder, probe.folder)))
             self._grow_to(nbytes)
-            self.file: File = engine.open(
-                path,
-                direct=DirectMode.PREFER if probe.direct else DirectMode.OFF,
+            self.file: File = engine.open_striped(
+                [
+                    Member(part.path, drive.weight,
+                           DirectMode.PREFER if drive.direct else DirectMode.OFF)
+                    for part, drive in zip(self._parts, probe.drives, strict=True)
+                ],
+                stripe_nbytes=self._stripes.nbytes,
                 offset_alignment_nbytes=probe.offset_alignment_nbytes,
                 memory_alignment_nbytes=probe.memory_alignment_nbytes,
             )
         except BaseException:
-            path.unlink()
+            self._unlink()
             raise
 
     def allocate(self, sizes_nbytes: Sequence[int]) -> list[Extent]:
@@ -85,8 +92,50 @@ class SwapFile:
         """Closes it in the engine. The file stays; removing it is the owner's."""
         self.file.close()
 
+    def remove(self) -> None:
+        """Closes it and gives its space back now."""
+        self.close()
+        self._unlink()
+
     def _grow_to(self, nbytes: int) -> None:
+        """All parts or none: each by its share."""
+        try:
+            for index, part in enumerate(self._parts):
+                part.grow_to(self._stripes.share(index, nbytes))
+        except BaseException:
+            for index, part in enumerate(self._parts):
+                part.shrink_to(self._stripes.share(index, self.nbytes))
+            raise
+        self.nbytes = nbytes
+
+    def _unlink(self) -> None:
+        for part in self._parts:
+            part.path.unlink(missing_ok=True)
+
+
+def _on_drive(path: Path, folder: Path, first_folder: Path) -> Path:
+    """The place on another drive that `path` has on the first."""
+    return path if folder == first_folder else folder / path.relative_to(first_folder)
+
+
+class _Part:
+    """What one drive has of a swap file: a new file, and its space."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.nbytes = 0
+        try:
+            os.close(os.open(path, _OPEN_FLAGS | os.O_CREAT | os.O_EXCL, 0o600))
+        except OSError as error:
+            raise SwapPathError(
+                "a swap file can't be created", path=path, errno=error.errno,
+                fix="remove the file if it is there: nobody may share a swap file",
+            ) from error
+
+    def grow_to(self, nbytes: int) -> None:
         more_nbytes = nbytes - self.nbytes
+        if more_nbytes <= 0:
+            return
         usage = shutil.disk_usage(self.path.parent)
         if usage.total and more_nbytes > usage.free:
             raise self._space_error(more_nbytes, None)
@@ -107,6 +156,17 @@ class SwapFile:
             ) from error
         self.nbytes = nbytes
 
+    def shrink_to(self, nbytes: int) -> None:
+        """Or leave it as large as it is, where even that fails: it has its share all the same."""
+        if nbytes >= self.nbytes:
+            return
+        with (
+            contextlib.suppress(OSError),
+            open(os.open(self.path, _OPEN_FLAGS), "r+b") as file,
+        ):
+            os.ftruncate(file.fileno(), nbytes)
+            self.nbytes = nbytes
+
     def _space_error(self, wanted_nbytes: int, error_number: int | None) -> SwapSpaceError:
         return SwapSpaceError(
             "the filesystem for swap files is full",
@@ -120,8 +180,6 @@ class SwapFile:
 
 
 def _take_space(fd: int, offset_bytes: int, nbytes: int) -> None:
-    if not nbytes:
-        return
     while _libc.fallocate(fd, 0, ctypes.c_int64(offset_bytes), ctypes.c_int64(nbytes)) != 0:
         error_number = ctypes.get_errno()
         if error_number == errno.EINTR:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from nvmeswap.config import DEFAULT_SUB_GROUP_NUMEL, AioConfig, SwapBlock, check_folder
+from nvmeswap.config import DEFAULT_SUB_GROUP_NUMEL, AioConfig, SwapBlock, check_folders
 from nvmeswap.errors import SwapError, SwapManifestError, SwapUsageError
 from nvmeswap.stats import OptimizerStats
 from nvmeswap.swap.home import ParameterHome, ResidentHome
@@ -50,9 +50,10 @@ class SwappedAdamW(Optimizer):
         optimizer.zero_grad()
         optimizer.close()
 
-    Args: as torch.optim.AdamW; `nvme_path`, an existing folder; `sub_group_size`, the most elements
-    read, updated and written together; `buffer_count`, how many of those are in memory (3 overlap
-    all three); `pin_memory`, page-lock them; `swap` and `aio`, as in the JSON.
+    Args: as torch.optim.AdamW; `nvme_path`, an existing folder, or one on each of several drives;
+    `sub_group_size`, the most elements read, updated and written together; `buffer_count`, how many
+    of those are in memory (3 overlap all three); `pin_memory`, page-lock them; `swap` and `aio`, as
+    in the JSON.
     Raises: SwapPathError, SwapBudgetError, SwapSpaceError on construction; SwapReadError or
     SwapWriteError in `step`, which can be called again and goes on where it stopped.
     Blocking: `step` waits for the disk.
@@ -69,19 +70,19 @@ class SwappedAdamW(Optimizer):
         weight_decay: float = 1e-2,
         *,
         maximize: bool = False,
-        nvme_path: str | Path,
+        nvme_path: str | Path | Sequence[str | Path],
         sub_group_size: int = DEFAULT_SUB_GROUP_NUMEL,
         buffer_count: int = DEFAULT_BUFFER_COUNT,
         pin_memory: bool = True,
         swap: SwapBlock | None = None,
         aio: AioConfig | None = None,
     ) -> None:
-        check_folder(Path(nvme_path), key="nvme_path")
+        folders = check_folders(nvme_path, key="nvme_path")
         self._begin(params, lr, betas, eps, weight_decay, maximize, ResidentHome())
         layouts = self.lay_out(sub_group_size)
         classes = PipelinedOptimizerSwapper.slot_classes(layouts, buffer_count)
         self._space: SwapSpace | None = SwapSpace(
-            Placement(Path(nvme_path), new_run_name()),
+            Placement(folders, new_run_name()),
             {"optimizer": PoolRequest(classes)},
             swap=swap or SwapBlock(),
             aio=aio or AioConfig(),

@@ -15,8 +15,9 @@ from pathlib import Path
 
 from nvmeswap.config import AioConfig, SwapBlock
 from nvmeswap.errors import SwapPathError
-from nvmeswap.io.engine import DirectMode, Engine
-from nvmeswap.io.probe import FolderProbe, probe_folder
+from nvmeswap.io.drives import probe_folders
+from nvmeswap.io.engine import BACKGROUND_NBYTES, DirectMode, Engine
+from nvmeswap.io.probe import FolderProbe
 from nvmeswap.memory.arena import Arena
 from nvmeswap.memory.budget import preflight
 from nvmeswap.memory.pool import Pool, SlotClass
@@ -48,10 +49,10 @@ class PoolRequest:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Whose swap space it is, and where. `folder` None: nothing goes to NVMe. `run` must be the
-    same on all ranks of a job and differ between jobs."""
+    """Whose swap space it is, and where. `folders`: one for each drive; none: nothing goes to NVMe.
+    `run` must be the same on all ranks of a job and differ between jobs."""
 
-    folder: Path | None
+    folders: tuple[Path, ...]
     run: str
     rank: int = 0
     world_size: int = 1
@@ -84,7 +85,7 @@ class SwapSpace:
         self.arena: Arena | None = None
         self.pools: dict[str, Pool | None] = {}
         try:
-            if placement.folder is not None:
+            if placement.folders:
                 self._open_store(placement, swap, aio)
             self._open_memory(requests, pin_memory)
         except BaseException:
@@ -92,25 +93,26 @@ class SwapSpace:
             raise
 
     def _open_store(self, placement: Placement, swap: SwapBlock, aio: AioConfig) -> None:
-        assert placement.folder is not None
-        folder = placement.folder.absolute()  # a later chdir must not matter
+        folders = [folder.absolute() for folder in placement.folders]  # a later chdir: no matter
         direct = DirectMode[swap.direct.upper()]
-        self.probe = probe_folder(folder, backend=swap.backend, direct=direct)
-        if self.probe.offset_alignment_nbytes > _LARGEST_ALIGNMENT_NBYTES:
+        self.probe = probe_folders(folders, backend=swap.backend, direct=direct)
+        coarsest = max(self.probe.drives, key=lambda drive: drive.offset_alignment_nbytes)
+        if coarsest.offset_alignment_nbytes > _LARGEST_ALIGNMENT_NBYTES:
             raise SwapPathError(
-                f"this drive's blocks are {self.probe.offset_alignment_nbytes} bytes",
-                path=folder,
+                f"this drive's blocks are {coarsest.offset_alignment_nbytes} bytes",
+                path=coarsest.folder,
                 fix=f"use a drive with blocks of at most {_LARGEST_ALIGNMENT_NBYTES} bytes, or "
                 'set "nvmeswap": {"direct": "off"}',
             )
         self.engine = Engine(
             backend=self.probe.backend,
             block_nbytes=aio.block_size,
+            background_nbytes=BACKGROUND_NBYTES * len(folders),
             queue_depth=aio.queue_depth,
             thread_count=aio.intra_op_parallelism,
         )
         self.store = Store(
-            folder,
+            folders[0],
             run=placement.run,
             rank=placement.rank,
             world_size=placement.world_size,

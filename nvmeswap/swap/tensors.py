@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from nvmeswap.config import AioConfig, SwapBlock, check_folder
+from nvmeswap.config import AioConfig, SwapBlock, check_folders
 from nvmeswap.errors import SwapError, SwapTimeoutError, SwapUsageError
 from nvmeswap.io.engine import Lane
 from nvmeswap.stats import StoreStats
@@ -115,7 +115,8 @@ class TensorSwapper:
             swapper.swap_out_many(moments)               # a dict, at the speed of the disk
             swapper.swap_in_many(moments, out=moments)
 
-    Args: `nvme_path`, an existing folder; `swap` and `aio`, as in the JSON.
+    Args: `nvme_path`, an existing folder, or one on each of several drives; `swap` and `aio`, as in
+    the JSON.
     Raises: SwapPathError on construction; SwapSpaceError and SwapWriteError on swap_out, with the
     tensor in memory intact; SwapReadError, SwapChecksumError, SwapManifestError on swap_in.
     Blocking: all but the forms called `_async` and `prefetch`. Threads: one at a time.
@@ -125,14 +126,14 @@ class TensorSwapper:
 
     def __init__(
         self,
-        nvme_path: str | Path,
+        nvme_path: str | Path | Sequence[str | Path],
         *,
         swap: SwapBlock | None = None,
         aio: AioConfig | None = None,
     ) -> None:
-        check_folder(Path(nvme_path), key="nvme_path")
+        folders = check_folders(nvme_path, key="nvme_path")
         self._space = SwapSpace(
-            Placement(Path(nvme_path), new_run_name()),
+            Placement(folders, new_run_name()),
             {},
             swap=swap or SwapBlock(),
             aio=aio or AioConfig(),

@@ -48,7 +48,7 @@ def swap_shards(
     assert isinstance(optimizer, ShardedAdamW)
     layouts = optimizer.lay_out(zero.sub_group_size)
     space = SwapSpace(
-        Placement(settings.nvme_path, run, dist.get_rank(), dist.get_world_size()),
+        Placement(settings.nvme_paths, run, dist.get_rank(), dist.get_world_size()),
         _pools(settings, entries, layouts, agreement.device),
         swap=settings.nvmeswap,
         aio=settings.aio,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from nvmeswap.errors import SwapError, SwapUsageError
+from nvmeswap.io.probe import Drive
 from nvmeswap.stats import EngineStats, OptimizerStats, ParamStats, StoreStats
 from nvmeswap.swap.params import PartitionedParamSwapper
 from nvmeswap.swap.space import SwapSpace
@@ -22,7 +23,8 @@ from nvmeswap.zero3.tensor import ShardHandle, SwappedTensor, register_source
 
 @dataclass(frozen=True, slots=True)
 class SwapStats:
-    """All counters of one rank; None where nothing of the kind is swapped."""
+    """All counters of one rank; None where nothing of the kind is swapped. `drives`: the folders
+    that the bytes are spread over, each with its measured bandwidth and its share."""
 
     engine: EngineStats | None
     store: StoreStats | None
@@ -30,6 +32,7 @@ class SwapStats:
     optimizer: OptimizerStats | None
     arena_nbytes: int
     locked_nbytes: int
+    drives: tuple[Drive, ...]
 
 
 class ZeroSwap:
@@ -127,6 +130,7 @@ class ZeroSwap:
             optimizer=self._optimizer.swapper.stats(self._home.gradients.nbytes),
             arena_nbytes=0 if space.arena is None else space.arena.nbytes,
             locked_nbytes=0 if space.arena is None else space.arena.locked_nbytes,
+            drives=() if space.probe is None else space.probe.drives,
         )
 
     def close(self) -> None:

@@ -60,12 +60,16 @@ void model_open(struct model *model, const char *path, bool takes_any_alignment)
     model->offset_alignment_nbytes = takes_any_alignment && roll(2) ? SECTOR_NBYTES : PAGE_NBYTES;
     uint32_t memory_alignment_nbytes =
         takes_any_alignment && roll(2) ? 4U << roll(6) : SECTOR_NBYTES;
-    model->file = nvs_file_new(fd, mode, model->offset_alignment_nbytes, memory_alignment_nbytes);
+    static const uint32_t whole = 1;
+    const nvs_member member = {fd, mode};
+    const nvs_stripes stripes = {&whole, 1, 0};
+    model->file =
+        nvs_file_new(&member, &stripes, model->offset_alignment_nbytes, memory_alignment_nbytes);
     if (!model->file)
         abort();
     if (roll(4) == 0) { /* a device of few tags */
-        model->file->tag_count = 1 + (uint32_t)roll(8);
-        model->file->tag_limit_nbytes = 4096U << roll(5);
+        model->file->members[0].tag_count = 1 + (uint32_t)roll(8);
+        model->file->members[0].tag_limit_nbytes = 4096U << roll(5);
     }
 }
 

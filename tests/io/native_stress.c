@@ -4,6 +4,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
+#include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -93,15 +94,30 @@ static nvs_engine *open_engine(const char *backend, const char *script)
     return engine;
 }
 
-static void stress(const char *backend, const char *script, const char *path)
+static nvs_file *open_file(const char *path, uint32_t member_count, bool last_is_direct)
+{
+    static const uint32_t weights[] = {3, 1, 2};
+    const nvs_stripes stripes = {weights, member_count, 20480};
+    nvs_member members[3];
+    for (uint32_t i = 0; i < member_count; i++) {
+        char name[4096];
+        snprintf(name, sizeof name, "%s.%u", path, i);
+        bool is_direct = i + 1 < member_count || last_is_direct;
+        int fd = open(name, O_RDWR | O_CREAT | O_CLOEXEC | (is_direct ? O_DIRECT : 0), 0600);
+        uint64_t nbytes = nvs_stripe_share(&stripes, i, (uint64_t)THREADS * BATCH * EXTENT);
+        REQUIRE(fd >= 0 && ftruncate(fd, (off_t)nbytes) == 0);
+        members[i] = (nvs_member){fd, is_direct ? NVS_DIRECT_PREFER : NVS_DIRECT_OFF};
+    }
+    return nvs_file_new(members, &stripes, 4096, 512);
+}
+
+static void stress(const char *backend, const char *script, const char *path, uint32_t member_count)
 {
     nvs_engine *engine = open_engine(backend, script);
-    int fd = open(path, O_RDWR | O_CREAT | O_DIRECT | O_CLOEXEC, 0600);
-    REQUIRE(fd >= 0 && ftruncate(fd, (off_t)THREADS * BATCH * EXTENT) == 0);
-    nvs_file *file = nvs_file_new(fd, NVS_DIRECT_PREFER, 4096, 512);
+    nvs_file *file = open_file(path, member_count, script || member_count == 1);
     if (script) { /* a device of few tags: one block of 16384 takes two, so at most one more fits */
-        file->tag_count = 3;
-        file->tag_limit_nbytes = 8192;
+        file->members[0].tag_count = 3;
+        file->members[0].tag_limit_nbytes = 8192;
     }
     struct worker workers[THREADS];
     for (int i = 0; i < THREADS; i++) {
@@ -120,7 +136,7 @@ static void abandon(const char *backend, const char *path)
 {
     static char memory[BATCH][EXTENT];
     nvs_engine *engine = open_engine(backend, "any * delay 1");
-    nvs_file *file = nvs_file_new(open(path, O_RDWR | O_CLOEXEC), NVS_DIRECT_OFF, 4096, 512);
+    nvs_file *file = open_file(path, 2, false);
     for (int i = 0; i < BATCH; i++) {
         nvs_piece piece = {memory[i], (uint64_t)i * EXTENT, EXTENT};
         nvs_request *request;
@@ -195,10 +211,14 @@ int main(int argument_count, char **arguments)
     count_blocks_of_large_requests();
     sum_odd_sizes();
     for (size_t i = 0; i < sizeof backends / sizeof *backends; i++) {
-        stress(backends[i], NULL, arguments[1]);
-        stress(backends[i], "any 5 short 4096; any 50 errno 11; any 80 busy; any 120 errno 22; "
-                            "any 200 short 9000; any 300 delay 5; read 90 errno 4; "
-                            "seed 1 rate 10 delay,late,busy", arguments[1]);
+        for (uint32_t member_count = 1; member_count <= 3; member_count += 2) {
+            stress(backends[i], NULL, arguments[1], member_count);
+            stress(backends[i],
+                   "any 5 short 4096; any 50 errno 11; any 80 busy; any 120 errno 22; "
+                   "any 200 short 9000; any 300 delay 5; read 90 errno 4; "
+                   "seed 1 rate 10 delay,late,busy",
+                   arguments[1], member_count);
+        }
         abandon(backends[i], arguments[1]);
     }
     puts("done");

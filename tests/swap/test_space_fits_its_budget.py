@@ -46,7 +46,7 @@ def test_refused_space_leaves_no_file_and_no_memory(tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(SwapBudgetError):
         SwapSpace(
-            Placement(tmp_path, "run"),
+            Placement((tmp_path,), "run"),
             {"a": request((1 << 50, 1))},
             swap=SwapBlock(),
             aio=AioConfig(),
@@ -59,6 +59,6 @@ def test_space_on_a_missing_folder_is_refused(tmp_path: Path) -> None:
     """field case M01"""
     with pytest.raises(SwapPathError):
         SwapSpace(
-            Placement(tmp_path / "missing", "run"), {}, swap=SwapBlock(), aio=AioConfig(),
+            Placement((tmp_path / "missing",), "run"), {}, swap=SwapBlock(), aio=AioConfig(),
             pin_memory=False,
         )

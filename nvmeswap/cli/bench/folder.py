@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from nvmeswap.config import check_folder
+from nvmeswap.config import check_folders
 
 
 @contextlib.contextmanager
@@ -18,7 +18,7 @@ def own_folder(parent: Path) -> Iterator[Path]:
 
     Raises SwapPathError when `parent` can't be written. For the main thread only.
     """
-    check_folder(parent, key="--path")
+    check_folders(parent, key="--path")
     before = signal.signal(signal.SIGTERM, _leave)
     try:
         with tempfile.TemporaryDirectory(prefix="nvmeswap-bench-", dir=parent) as name:
