@@ -167,7 +167,7 @@ void model_note(struct model *model, const nvs_piece *piece)
     memset(model->known + piece->offset_bytes, 0xFF, piece->nbytes);
     /* Unless it has fallen back, and may have moved the padding or not. */
     int32_t fallback_errno;
-    if (!model->file || !nvs_file_is_direct(model->file, &fallback_errno))
+    if (!model->file || !nvs_file_is_direct(model->file, 0, &fallback_errno))
         return;
     uint64_t end = piece->offset_bytes + piece->nbytes;
     memset(model->bytes + end, 0, padded_end(model, piece) - end);
