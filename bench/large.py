@@ -103,7 +103,7 @@ FIO_ENGINES = {"uring": "io_uring", "aio": "libaio", "posix": "psync"}
 
 
 def measure_first_write(report: Report, folder: Path, nbytes: int) -> None:
-    """`first_write_over_rewrite`: of a swap file that was just made, over the next write."""
+    """`first_write_over_rewrite`: into space that was just reserved, over the next write."""
     probe = probe_folder(folder)
     spec = TensorSpec(torch.uint8, (nbytes,), (1,))
     with Engine(backend=probe.backend) as engine, Memory(nbytes, registered=True) as memory:
@@ -114,8 +114,9 @@ def measure_first_write(report: Report, folder: Path, nbytes: int) -> None:
                           probe=probe, checksum=Checksum.OFF)
             samples = {}
             watch = Stopwatch()
-            store.create_file("params.swp", {"all": spec})
-            samples["create"] = watch.usage(nbytes)
+            store.reserve("tensors.swp", nbytes)
+            samples["reserve"] = watch.usage(nbytes)
+            store.allocate("tensors.swp", "all", spec)
             for name in ("first", "again"):
                 watch = Stopwatch()
                 store.write("all", memory.tensor, lane=Lane.WRITEBACK).wait()
@@ -125,4 +126,4 @@ def measure_first_write(report: Report, folder: Path, nbytes: int) -> None:
 
         found = report.rounds("first write", {"ours": new_store})
     report.figure("first_write_over_rewrite", found.ratio_of(("ours", "first"), ("ours", "again")))
-    report.figure("create_s_per_gb", 1 / found.median("ours", "create"))
+    report.figure("reserve_s_per_gb", 1 / found.median("ours", "reserve"))

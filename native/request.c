@@ -27,15 +27,49 @@ static uint32_t queue_setting(dev_t device, const char *name)
     return value;
 }
 
+/* Asking sysfs takes longer than opening the file, so each device is asked once. */
+struct known_device {
+    dev_t device;
+    uint32_t tag_count;
+    uint32_t tag_limit_nbytes;
+};
+
+static struct known_device ask_device(dev_t device)
+{
+    struct known_device asked = {.device = device};
+    asked.tag_limit_nbytes = queue_setting(device, "max_sectors_kb") * 1024;
+    if (asked.tag_limit_nbytes > 0)
+        asked.tag_count = queue_setting(device, "nr_requests");
+    return asked;
+}
+
+/* Where the table is busy, for ever perhaps in a forked child, the device is asked again. */
+static struct known_device know_device(dev_t device)
+{
+    static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+    static struct known_device known[DEVICE_LIMIT];
+    static int known_count;
+    if (pthread_mutex_trylock(&lock) != 0)
+        return ask_device(device);
+    int at = 0;
+    while (at < known_count && known[at].device != device)
+        at++;
+    if (at == known_count && known_count < DEVICE_LIMIT)
+        known[known_count++] = ask_device(device);
+    struct known_device found = at < known_count ? known[at] : ask_device(device);
+    pthread_mutex_unlock(&lock);
+    return found;
+}
+
 static void learn_tags(struct member *member)
 {
     struct stat facts;
     if (fstat(member->fd, &facts) < 0)
         return;
+    struct known_device known = know_device(facts.st_dev);
     member->device = facts.st_dev;
-    member->tag_limit_nbytes = queue_setting(facts.st_dev, "max_sectors_kb") * 1024;
-    if (member->tag_limit_nbytes > 0)
-        member->tag_count = queue_setting(facts.st_dev, "nr_requests");
+    member->tag_limit_nbytes = known.tag_limit_nbytes;
+    member->tag_count = known.tag_count;
 }
 
 nvs_file *nvs_file_new(const nvs_member *members, const nvs_stripes *stripes,

@@ -54,12 +54,15 @@ class PoolStats:
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """One rank's folder. `allocated_nbytes` is the size of its .swp files."""
+    """One rank's folder. `allocated_nbytes` is the size of its .swp files; `reserved_nbytes` of
+    them were filled with zeros beforehand, which took `reserve_s`."""
 
     allocated_nbytes: int
     read_nbytes: int
     write_nbytes: int
     verified_nbytes: int
+    reserved_nbytes: int
+    reserve_s: float
 
 
 @dataclass(frozen=True, slots=True)

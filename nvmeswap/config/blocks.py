@@ -264,6 +264,13 @@ class SwapBlock(Block):
         pattern="^(all|off)$",
         description="Compare each read with the xxh3 sum of what was written, or do not (off).",
     )
+    ephemeral: bool = Field(
+        default=False,
+        description=(
+            "Swap files lose their names once they are open: no other process finds them, and "
+            "their space comes back however the process ends. Then `ls` and `du` don't show it."
+        ),
+    )
     timeout_s: float = Field(
         default=60.0,
         gt=0,

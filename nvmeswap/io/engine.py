@@ -115,7 +115,8 @@ class Engine:
         file can't be opened, or not directly although `direct` is REQUIRE.
         """
         return self.open_striped(
-            (Member(path, direct=direct),), offset_alignment_nbytes=offset_alignment_nbytes,
+            (Member(path, direct=direct, follows_links=True),),
+            offset_alignment_nbytes=offset_alignment_nbytes,
             memory_alignment_nbytes=memory_alignment_nbytes,
         )
 

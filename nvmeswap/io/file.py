@@ -37,11 +37,13 @@ class DirectMode(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One of the files that are striped together: `weight` stripes of each row are in it."""
+    """One of the files that are striped together: `weight` stripes of each row are in it. A link
+    instead of the file is refused, unless it `follows_links`."""
 
     path: Path
     weight: int = 1
     direct: DirectMode = DirectMode.PREFER
+    follows_links: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +161,7 @@ def open_file(
     opened: list[tuple[int, DirectMode]] = []
     try:
         for member in members:
-            opened.append(_open_descriptor(member.path, member.direct))
+            opened.append(_open_descriptor(member.path, member.direct, member.follows_links))
         _refuse_twins([fd for fd, _ in opened], paths)
         handle = native.new_file(
             [(fd, mode.value) for fd, mode in opened], stripes.weights, stripe_nbytes,
@@ -174,8 +176,10 @@ def open_file(
                 memory_alignment_nbytes=memory_alignment_nbytes)
 
 
-def _open_descriptor(path: Path, direct: DirectMode) -> tuple[int, DirectMode]:
-    flags = os.O_RDWR | os.O_CLOEXEC
+def _open_descriptor(
+    path: Path, direct: DirectMode, follows_links: bool
+) -> tuple[int, DirectMode]:
+    flags = os.O_RDWR | os.O_CLOEXEC | (0 if follows_links else os.O_NOFOLLOW)
     try:
         if direct is DirectMode.OFF:
             return os.open(path, flags), direct
@@ -187,7 +191,7 @@ def _open_descriptor(path: Path, direct: DirectMode) -> tuple[int, DirectMode]:
             fix = 'use another folder, or direct mode "prefer"' if direct_refused else None
             raise SwapPathError(f"{path} could not be opened", path=path, errno=code,
                                 fix=fix) from error
-    opened = _open_descriptor(path, DirectMode.OFF)
+    opened = _open_descriptor(path, DirectMode.OFF, follows_links)
     warn_buffered(path.parent, code)
     return opened
 

@@ -96,7 +96,8 @@ def probe_folder(
     with trial_file(folder) as trial_path:
         filesystem = filesystem_type(folder)
         warn_filesystem(folder, filesystem)
-        memory_nbytes, offset_nbytes = native.probe_alignment(trial_path) or (_PAGE_NBYTES, 1)
+        told = native.probe_alignment(trial_path)
+        memory_nbytes, offset_nbytes = told or (_PAGE_NBYTES, 1)
         offset_nbytes = max(offset_nbytes, _LAYOUT_ALIGNMENT_NBYTES)
         names: tuple[str, ...] = _LADDER if backend == "auto" else (backend,)
         refused: list[Refusal] = []
@@ -114,18 +115,31 @@ def probe_folder(
                     raise _direct_refused(folder, filesystem, error) from error
                 refused.append(Refusal(name, _reason(name, error)))
                 continue
+            if not told and _takes_any_memory(name, trial_path, direct, offset_nbytes):
+                memory_nbytes = 1
             return FolderProbe(folder, filesystem, name, is_direct, offset_nbytes, memory_nbytes,
                                tuple(refused), (Drive(folder, is_direct, offset_nbytes),))
     raise _none_works(folder, filesystem, backend, refused)
 
 
+def _takes_any_memory(name: str, path: Path, direct: DirectMode, offset_nbytes: int) -> bool:
+    """Whether memory at an odd address is moved in place: tmpfs only copies. Elsewhere it is an
+    error here, or the file falls back."""
+    try:
+        strict = DirectMode.REQUIRE if direct is DirectMode.PREFER else direct
+        return _try_backend(name, path, strict, offset_nbytes, 1, misaligned_by=1)
+    except (SwapConfigError, SwapIOError):
+        return False
+
+
 def _try_backend(
-    name: str, path: Path, direct: DirectMode, offset_nbytes: int, memory_nbytes: int
+    name: str, path: Path, direct: DirectMode, offset_nbytes: int, memory_nbytes: int,
+    *, misaligned_by: int = 0,
 ) -> bool:
     """Whether it was direct to the end. Raises SwapConfigError or SwapIOError if it failed."""
     nbytes = max(_TRIAL_NBYTES, offset_nbytes)
-    memory = torch.empty(3 * nbytes, dtype=torch.uint8)
-    start = padded_nbytes(memory.data_ptr(), nbytes) - memory.data_ptr()
+    memory = torch.empty(3 * nbytes + misaligned_by, dtype=torch.uint8)
+    start = padded_nbytes(memory.data_ptr(), nbytes) - memory.data_ptr() + misaligned_by
     written, came_back = memory[start:].narrow(0, 0, 2 * nbytes).split(nbytes)
     written.copy_(torch.arange(nbytes) % 251)
     came_back.fill_(0)

@@ -7,12 +7,14 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
+from nvmeswap.errors import SwapUsageError
 from nvmeswap.io.digest import CHUNK_NBYTES
 from nvmeswap.store.manifest import ManifestEntry
+from nvmeswap.store.written import WantedSum, WrittenRange
 
 if TYPE_CHECKING:
     from nvmeswap.store.request import StoreRequest
@@ -118,3 +120,28 @@ class Pieces:
             if piece not in failed:
                 digest = digests[piece] if digests else None
                 entry.written.add(self.first_byte, self.first_byte + nbytes, digest)
+
+    def wanted_sums(self) -> list[WantedSum]:
+        """What a read of them must find. Raises SwapUsageError where nothing was written."""
+        wanted: list[WantedSum | None] = [entry.written.whole for entry in self.entries]
+        if not self.whole or None in wanted:
+            for piece, entry in enumerate(self.entries):
+                if not self.whole or wanted[piece] is None:
+                    wanted[piece] = self._sums_within(piece, entry)
+        return cast("list[WantedSum]", wanted)
+
+    def _sums_within(self, piece: int, entry: ManifestEntry) -> list[WrittenRange]:
+        first_byte = self.first_byte
+        end_byte = first_byte + self.sizes_nbytes[piece]
+        if not entry.written.covers(first_byte, end_byte):
+            raise SwapUsageError(
+                f'"{self.keys[piece]}" was never written, or its last write failed',
+                path=self.path,
+                offset_bytes=self.offsets_bytes[piece],
+                wanted_nbytes=self.sizes_nbytes[piece],
+                fix="write it before reading it",
+            )
+        return [
+            (first - first_byte, end - first_byte, digest)
+            for first, end, digest in entry.written.inside(first_byte, end_byte)
+        ]

@@ -18,12 +18,10 @@ from nvmeswap.io.digest import CHUNK_NBYTES, digests
 from nvmeswap.io.engine import Direction
 from nvmeswap.io.request import Request
 from nvmeswap.store.pieces import Pieces
-from nvmeswap.store.written import SumCheck, WrittenRange
+from nvmeswap.store.written import SumCheck, WantedSum, WrittenRange
 
 _MOST_NAMED = 5  # arbitrary: keys in one error
 
-WantedSum = int | list[WrittenRange]
-"""What a piece must have when it was read: a sum of all of it, or sums of ranges within it."""
 
 
 class Keeper(Protocol):

@@ -7,9 +7,9 @@ import enum
 import errno
 import re
 import threading
+import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import cast
 
 import torch
 
@@ -22,7 +22,7 @@ from nvmeswap.stats import StoreStats
 from nvmeswap.store.manifest import Manifest, ManifestEntry, Striping, TensorSpec
 from nvmeswap.store.owner import MANIFEST_FILE, OwnedFolders
 from nvmeswap.store.pieces import Pieces
-from nvmeswap.store.request import StoreBatch, StoreRequest, WantedSum, must_precede
+from nvmeswap.store.request import StoreBatch, StoreRequest, must_precede
 from nvmeswap.store.swapfile import SwapFile
 from nvmeswap.store.written import WrittenRanges, bytes_of
 
@@ -61,7 +61,8 @@ class Store:
 
     Args: `nvme_path`, an existing folder; `run`, `rank`, `world_size`, who we are; `engine`,
     shared, closed by its owner after the store; `probe`, of `nvme_path`, or of it and folders on
-    other drives, which share the bytes; `timeout_s`, for every wait.
+    other drives, which share the bytes; `ephemeral`, whether files lose their names once they are
+    open; `timeout_s`, for every wait.
     Raises: SwapPathError, SwapOwnerError, SwapConfigError when it is made; SwapClosedError by calls
     after `close`.
     Blocking: `read` and `write` only for the order above. Threads: all calls from any thread.
@@ -79,6 +80,7 @@ class Store:
         engine: Engine,
         probe: FolderProbe,
         checksum: Checksum = Checksum.ALL,
+        ephemeral: bool = False,
         timeout_s: float = 60.0,
     ) -> None:
         paths = [nvme_path, *(drive.folder for drive in probe.drives[1:])]
@@ -88,6 +90,7 @@ class Store:
         self._engine = engine
         self._probe = probe
         self._checksum = checksum
+        self._ephemeral = ephemeral
         self.timeout_s = timeout_s
         striping = Striping.over(self._owner.folders, probe)
         self._manifest = Manifest(run, rank, world_size, striping=striping)
@@ -97,6 +100,8 @@ class Store:
         self._read_nbytes = 0
         self._write_nbytes = 0
         self._verified_nbytes = 0
+        self._reserved_nbytes = 0
+        self._reserve_s = 0.0
 
     # --- places ----------------------------------------------------------------------------------
 
@@ -149,6 +154,19 @@ class Store:
                         self._remove_entry(key)
                     raise
             return [self._manifest.entries[key].extent.offset_bytes for key in specs]
+
+    def reserve(self, name: str, nbytes: int) -> None:
+        """Makes the file `name` at least `nbytes` large, and fills what that adds with zeros: then
+        the first write of a key is as fast as any later one, where storage that gives out its space
+        late makes it half as fast. Blocks for about as long as writing `nbytes` takes; `stats` tell
+        how long that was. Raises SwapSpaceError, SwapWriteError, SwapTimeoutError, SwapPathError
+        with the file as large as it was."""
+        with self._lock:
+            self._check_open()
+            begin_s = time.monotonic()
+            file = self._files.get(name) or self._create(name, 0)
+            self._reserved_nbytes += file.reserve(nbytes, timeout_s=self.timeout_s)
+            self._reserve_s += time.monotonic() - begin_s
 
     def free(self, key: str) -> None:
         """Forgets the key; its space can be allocated again. Waits for its requests in flight."""
@@ -220,6 +238,8 @@ class Store:
                 read_nbytes=self._read_nbytes,
                 write_nbytes=self._write_nbytes,
                 verified_nbytes=self._verified_nbytes,
+                reserved_nbytes=self._reserved_nbytes,
+                reserve_s=self._reserve_s,
             )
 
     def close(self, *, remove: bool = True) -> None:
@@ -309,10 +329,12 @@ class Store:
 
     def _start(self, direction: Direction, pieces: Pieces, lane: Lane) -> list[StoreRequest]:
         parts = list(pieces.for_requests())
-        sums = [self._wanted_sums(part) if direction is Direction.READ else None for part in parts]
+        # Also without checksums: what was never written must not be read.
+        sums = [part.wanted_sums() if direction is Direction.READ else None for part in parts]
+        verifies = self._checksum is Checksum.ALL
         requests: list[StoreRequest] = []
         for part, wanted in zip(parts, sums, strict=True):
-            request = StoreRequest(direction, part, wanted, keeper=self)
+            request = StoreRequest(direction, part, wanted if verifies else None, keeper=self)
             requests.append(request)
             part.attach(request)
             if direction is Direction.WRITE:
@@ -363,27 +385,11 @@ class Store:
         with self._lock:
             self._verified_nbytes += nbytes
 
-    def _wanted_sums(self, pieces: Pieces) -> list[WantedSum] | None:
-        """What a read must find. Raises SwapUsageError where nothing was written."""
-        wanted: list[WantedSum | None] = [entry.written.whole for entry in pieces.entries]
-        if not pieces.whole or None in wanted:
-            for piece, entry in enumerate(pieces.entries):
-                if pieces.whole and wanted[piece] is not None:
-                    continue
-                first_byte = pieces.first_byte
-                end_byte = first_byte + pieces.sizes_nbytes[piece]
-                if not entry.written.covers(first_byte, end_byte):
-                    raise self._unwritten_error(pieces, piece)
-                wanted[piece] = [
-                    (first - first_byte, end - first_byte, digest)
-                    for first, end, digest in entry.written.inside(first_byte, end_byte)
-                ]
-        return cast("list[WantedSum]", wanted) if self._checksum is Checksum.ALL else None
-
     def _create(self, name: str, nbytes: int) -> SwapFile:
         assert _FILE_NAMES.fullmatch(name) and name not in self._files, name
         file = SwapFile(
-            self.folder / name, nbytes, self._engine, self._probe, self.alignment_nbytes
+            self.folder / name, nbytes, self._engine, self._probe, self.alignment_nbytes,
+            ephemeral=self._ephemeral,
         )
         self._files[name] = file
         return file
@@ -437,12 +443,3 @@ class Store:
         # The engine pads a direct write with zeros, which must not reach valid bytes.
         ends_whole = end_byte % self.alignment_nbytes == 0 or end_byte == nbytes
         assert ends_whole or direction is Direction.READ, f"{key}: ends midway"
-
-    def _unwritten_error(self, pieces: Pieces, piece: int) -> SwapUsageError:
-        return SwapUsageError(
-            f'"{pieces.keys[piece]}" was never written, or its last write failed',
-            path=pieces.path,
-            offset_bytes=pieces.offsets_bytes[piece],
-            wanted_nbytes=pieces.sizes_nbytes[piece],
-            fix="write it before reading it",
-        )

@@ -24,6 +24,7 @@ from nvmeswap.io.engine import DirectMode, Engine, File, Member
 from nvmeswap.io.file import Stripes
 from nvmeswap.io.probe import FolderProbe
 from nvmeswap.store.extents import Extent, ExtentAllocator
+from nvmeswap.store.zeros import write_zeros
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -41,9 +42,10 @@ class SwapFile:
     """
 
     def __init__(self, path: Path, nbytes: int, engine: Engine, probe: FolderProbe,
-                 alignment_nbytes: int) -> None:
+                 alignment_nbytes: int, *, ephemeral: bool = False) -> None:
         """Creates the file with `nbytes` of space; of several drives `path` is on the first, and
-        has the same place on the others. Blocks for as long as the filesystem takes.
+        has the same place on the others. An ephemeral one has no name once it is open: its space
+        comes back however the process ends. Blocks for as long as the filesystem takes.
 
         Raises SwapSpaceError (the filesystem is full, nothing is left behind), SwapPathError (the
         file exists, or can't be created), SwapWriteError (any other refusal of space). Their `path`
@@ -54,6 +56,7 @@ class SwapFile:
         self.extents = ExtentAllocator(alignment_nbytes)
         self._stripes = Stripes(tuple(drive.weight for drive in probe.drives))
         self._parts: list[_Part] = []
+        self._engine = engine
         try:
             for drive in probe.drives:
                 self._parts.append(_Part(_on_drive(path, drive.folder, probe.folder)))
@@ -68,8 +71,11 @@ class SwapFile:
                 offset_alignment_nbytes=probe.offset_alignment_nbytes,
                 memory_alignment_nbytes=probe.memory_alignment_nbytes,
             )
+            if ephemeral:
+                self._unlink()
         except BaseException:
             self._unlink()
+            self._close_parts()
             raise
 
     def allocate(self, sizes_nbytes: Sequence[int]) -> list[Extent]:
@@ -88,9 +94,25 @@ class SwapFile:
             raise
         return extents
 
+    def reserve(self, nbytes: int, *, timeout_s: float) -> int:
+        """Makes it at least `nbytes` large and fills what that adds with zeros, by direct writes.
+        Returns how many bytes were added. Blocks; each request gets `timeout_s`. Raises as `write`
+        does, with the file as large as it was."""
+        nbytes_before = self.nbytes
+        if nbytes <= nbytes_before:
+            return 0
+        self._grow_to(nbytes)
+        try:
+            write_zeros(self._engine, self.file, nbytes_before, nbytes, timeout_s=timeout_s)
+        except BaseException:
+            self._shrink_to(nbytes_before)
+            raise
+        return nbytes - nbytes_before
+
     def close(self) -> None:
         """Closes it in the engine. The file stays; removing it is the owner's."""
         self.file.close()
+        self._close_parts()
 
     def remove(self) -> None:
         """Closes it and gives its space back now."""
@@ -103,10 +125,18 @@ class SwapFile:
             for index, part in enumerate(self._parts):
                 part.grow_to(self._stripes.share(index, nbytes))
         except BaseException:
-            for index, part in enumerate(self._parts):
-                part.shrink_to(self._stripes.share(index, self.nbytes))
+            self._shrink_to(self.nbytes)
             raise
         self.nbytes = nbytes
+
+    def _shrink_to(self, nbytes: int) -> None:
+        for index, part in enumerate(self._parts):
+            part.shrink_to(self._stripes.share(index, nbytes))
+        self.nbytes = nbytes
+
+    def _close_parts(self) -> None:
+        for part in self._parts:
+            part.close()
 
     def _unlink(self) -> None:
         for part in self._parts:
@@ -119,13 +149,14 @@ def _on_drive(path: Path, folder: Path, first_folder: Path) -> Path:
 
 
 class _Part:
-    """What one drive has of a swap file: a new file, and its space."""
+    """What one drive has of a swap file: a new file, and its space. Its descriptor is kept, because
+    the file may lose its name."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.nbytes = 0
         try:
-            os.close(os.open(path, _OPEN_FLAGS | os.O_CREAT | os.O_EXCL, 0o600))
+            self._fd = os.open(path, _OPEN_FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
         except OSError as error:
             raise SwapPathError(
                 "a swap file can't be created", path=path, errno=error.errno,
@@ -140,13 +171,9 @@ class _Part:
         if usage.total and more_nbytes > usage.free:
             raise self._space_error(more_nbytes, None)
         try:
-            with open(os.open(self.path, _OPEN_FLAGS), "r+b") as file:
-                try:
-                    _take_space(file.fileno(), self.nbytes, more_nbytes)
-                except OSError:
-                    os.ftruncate(file.fileno(), self.nbytes)
-                    raise
+            _take_space(self._fd, self.nbytes, more_nbytes)
         except OSError as error:
+            os.ftruncate(self._fd, self.nbytes)
             if error.errno in _FULL:
                 raise self._space_error(more_nbytes, error.errno) from error
             raise SwapWriteError(
@@ -160,12 +187,14 @@ class _Part:
         """Or leave it as large as it is, where even that fails: it has its share all the same."""
         if nbytes >= self.nbytes:
             return
-        with (
-            contextlib.suppress(OSError),
-            open(os.open(self.path, _OPEN_FLAGS), "r+b") as file,
-        ):
-            os.ftruncate(file.fileno(), nbytes)
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._fd, nbytes)
             self.nbytes = nbytes
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
     def _space_error(self, wanted_nbytes: int, error_number: int | None) -> SwapSpaceError:
         return SwapSpaceError(

@@ -18,6 +18,9 @@ WrittenRange = tuple[int, int, int | None]
 """First byte, end byte and sum of bytes that were written as one; or None for a sum, when they are
 what is left of that, or sums are off."""
 
+WantedSum = int | list[WrittenRange]
+"""What a piece must have when it was read: a sum of all of it, or sums of ranges within it."""
+
 
 class WrittenRanges:
     """The written bytes of one extent, as disjoint ranges in order. Does no locking.

@@ -119,6 +119,7 @@ class SwapSpace:
             engine=self.engine,
             probe=self.probe,
             checksum=Checksum[swap.checksum.upper()],
+            ephemeral=swap.ephemeral,
             timeout_s=swap.timeout_s,
         )
 

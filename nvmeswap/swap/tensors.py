@@ -116,9 +116,11 @@ class TensorSwapper:
             swapper.swap_in_many(moments, out=moments)
 
     Args: `nvme_path`, an existing folder, or one on each of several drives; `swap` and `aio`, as in
-    the JSON.
-    Raises: SwapPathError on construction; SwapSpaceError and SwapWriteError on swap_out, with the
-    tensor in memory intact; SwapReadError, SwapChecksumError, SwapManifestError on swap_in.
+    the JSON; `reserve_nbytes`, space to take now and fill with zeros, so that the first tensors
+    there are written as fast as later ones (each takes whole pages; `stats()` tell the cost).
+    Raises: SwapPathError and SwapSpaceError on construction; SwapSpaceError and SwapWriteError on
+    swap_out, with the tensor in memory intact; SwapReadError, SwapChecksumError, SwapManifestError
+    on swap_in.
     Blocking: all but the forms called `_async` and `prefetch`. Threads: one at a time.
     Ownership: tensors are the caller's. The files are scratch: `close` removes them.
     Not for state that must outlive the process: that is a checkpoint.
@@ -130,6 +132,7 @@ class TensorSwapper:
         *,
         swap: SwapBlock | None = None,
         aio: AioConfig | None = None,
+        reserve_nbytes: int = 0,
     ) -> None:
         folders = check_folders(nvme_path, key="nvme_path")
         self._space = SwapSpace(
@@ -139,6 +142,12 @@ class TensorSwapper:
             aio=aio or AioConfig(),
             pin_memory=False,
         )
+        if reserve_nbytes:
+            try:
+                self._store.reserve(TENSORS_FILE, reserve_nbytes)
+            except BaseException:
+                self._space.close()
+                raise
         self._stored: dict[str, StoredTensor] = {}
         self._names: set[str] = set()  # of all of them
         self._prefetched: dict[str, TensorFuture] = {}
