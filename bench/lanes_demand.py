@@ -99,24 +99,24 @@ class Asker:
         self._memory = memory.tensor
         self._file_nbytes = nbytes
 
-    def phase(self, count: int, *, behind: bool, ask: bool) -> tuple[dict[str, float], float]:
-        """Median seconds of `count` reads a size, and the background's bytes a second. `behind`:
+    def phase(self, size: str, count: int, *, behind: bool, ask: bool) -> tuple[float, float]:
+        """Median seconds of `count` reads of a size, and the background's bytes a second. `behind`:
         there is a background. `ask`: else only the background moves, for as many pauses."""
-        times_s: dict[str, list[float]] = {name: [] for name in _SIZES}
+        times_s: list[float] = []
         if behind:
             self._background.fill()
         begin_s, begin_nbytes = time.perf_counter(), self._background.moved_nbytes()
-        for name in [*_SIZES] * count:
+        for _ in range(count):
             time.sleep(random.uniform(*_PAUSE_S))
             if behind:
                 self._background.fill()
             if ask:
-                times_s[name].append(self._read(_SIZES[name]))
-        asked_nbytes = sum(_SIZES[name] * len(times) for name, times in times_s.items())
+                times_s.append(self._read(_SIZES[size]))
+        asked_nbytes = _SIZES[size] * len(times_s)
         moved_nbytes = self._background.moved_nbytes() - begin_nbytes - asked_nbytes
         rate = moved_nbytes / (time.perf_counter() - begin_s)
         self._background.drain()
-        return {name: statistics.median(times) for name, times in times_s.items() if times}, rate
+        return statistics.median(times_s) if times_s else 0.0, rate
 
     def _read(self, nbytes: int) -> float:
         offset_bytes = random.randrange(0, self._file_nbytes - nbytes, 4096)
@@ -126,10 +126,10 @@ class Asker:
 
 
 def measure_demand(report: Report, folder: Path, *, sample_count: int, nbytes: int) -> None:
-    """`demand_..._over_idle` for each size and `demand_over_idle`, the worst of them; and
-    `background_with_demand_over_alone`. Medians of `sample_count` reads a size and round."""
+    """For each size `demand_..._over_idle` and `background_with_demand_..._over_alone`, and
+    `demand_over_idle`, the worst of the former. Medians of `sample_count` reads a size and round."""
     over_idle: dict[str, list[float]] = {name: [] for name in _SIZES}
-    over_alone: list[float] = []
+    over_alone: dict[str, list[float]] = {name: [] for name in _SIZES}
     with Engine(
         backend=probe_folder(folder).backend, queue_depth=QUEUE_DEPTH
     ) as engine, Memory(max(_SIZES.values()), registered=True) as memory:
@@ -137,20 +137,21 @@ def measure_demand(report: Report, folder: Path, *, sample_count: int, nbytes: i
         background = Background(engine, folder, nbytes)
         asker = Asker(engine, background, memory, nbytes)
         for number in range(report.round_count):
-            idle_s, _ = asker.phase(sample_count, behind=False, ask=True)
-            behind_s, beside_rate = asker.phase(sample_count, behind=True, ask=True)
-            time.sleep(_QUIET_S)
-            _, alone_rate = asker.phase(sample_count, behind=True, ask=False)
             for name in _SIZES:
-                over_idle[name].append(behind_s[name] / idle_s[name])
-            over_alone.append(beside_rate / alone_rate)
-            report.runs.append({
-                "section": "demand", "round": number, "idle_s": idle_s, "behind_s": behind_s,
-                "beside_bytes_per_s": beside_rate, "alone_bytes_per_s": alone_rate,
-            })
+                idle_s, _ = asker.phase(name, sample_count, behind=False, ask=True)
+                behind_s, beside_rate = asker.phase(name, sample_count, behind=True, ask=True)
+                time.sleep(_QUIET_S)
+                _, alone_rate = asker.phase(name, sample_count, behind=True, ask=False)
+                over_idle[name].append(behind_s / idle_s)
+                over_alone[name].append(beside_rate / alone_rate)
+                report.runs.append({
+                    "section": "demand", "round": number, "size": name, "idle_s": idle_s,
+                    "behind_s": behind_s, "beside_bytes_per_s": beside_rate,
+                    "alone_bytes_per_s": alone_rate,
+                })
         background.close()
-    medians = {name: statistics.median(ratios) for name, ratios in over_idle.items()}
-    for name, ratio in medians.items():
-        report.figure(f"demand_{name}_over_idle", ratio)
-    report.figure("demand_over_idle", max(medians.values()))
-    report.figure("background_with_demand_over_alone", statistics.median(over_alone))
+    for name, ratios in over_idle.items():
+        report.figure(f"demand_{name}_over_idle", statistics.median(ratios))
+    report.figure("demand_over_idle", max(map(statistics.median, over_idle.values())))
+    for name, ratios in over_alone.items():
+        report.figure(f"background_with_demand_{name}_over_alone", statistics.median(ratios))
