@@ -127,7 +127,7 @@ class Asker:
 
 def measure_demand(report: Report, folder: Path, *, sample_count: int, nbytes: int) -> None:
     """For each size `demand_..._over_idle` and `background_with_demand_..._over_alone`, and
-    `demand_over_idle`, the worst of the former. Medians of `sample_count` reads a size and round."""
+    `demand_over_idle`, the worst of the former. `sample_count` reads a size and round."""
     over_idle: dict[str, list[float]] = {name: [] for name in _SIZES}
     over_alone: dict[str, list[float]] = {name: [] for name in _SIZES}
     with Engine(
