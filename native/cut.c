@@ -3,7 +3,8 @@
  * Facts (docs/design.md has the figures). Small operations in the order of the file are 2.5 to 4.5
  * times as fast as in a random one, and neighbours in the file moved by one vectored block 3.4 to
  * 11.6 times, at 4 KiB; at 64 KiB 1.3 to 2.5 times; from 256 KiB it gains nothing. So a request's
- * pieces are sorted, and small neighbours share a block. */
+ * pieces are sorted, and small neighbours share a block. Reading over a small gap (to nowhere) takes
+ * less time than another block: 4 KiB at 2.5 GB/s 1.6 us, a block at random 7 to 16 us. */
 #define _GNU_SOURCE
 #include "engine.h"
 #include "split.h"
@@ -15,6 +16,8 @@
 
 /* A piece with at most that much left shares a block with others. */
 enum { SHARED_NBYTES = 131072 };
+/* Most that is read over; on faster drives both times shrink alike. */
+enum { GAP_NBYTES = 8192 };
 /* Up to here a bounced tail does not keep the rest out of registered memory that is worth it: a
  * longer piece's tail is a block of its own (about 7 us). */
 enum { TAIL_CUT_NBYTES = 65536 };
@@ -109,38 +112,71 @@ static void skip_empty(nvs_request *request)
     }
 }
 
-/* Does the next piece go on where the block ends, and is it worth sharing it? */
-static bool joins(const struct block *block, const nvs_request *request, uint64_t most_nbytes)
+/* How far behind the block's end the next piece begins, or -1 if it has no part in the block. */
+static int64_t gap_to_next(const struct block *block, const nvs_request *request,
+                           uint64_t most_nbytes)
 {
-    if (request->at_piece == request->piece_count || block->span_count == VECTOR_LIMIT
-        || block->length_nbytes >= most_nbytes)
-        return false;
+    if (request->at_piece == request->piece_count)
+        return -1;
     const struct piece *piece = &request->pieces[request->at_piece];
     const struct span *last = &block->spans[block->span_count - 1];
-    bool is_neighbour =
-        piece->offset_bytes + request->cut_nbytes == block->offset_bytes + block->length_nbytes;
-    bool continues = last->memory + last->length_nbytes == piece->memory + request->cut_nbytes;
+    uint64_t begin_bytes = piece->offset_bytes + request->cut_nbytes;
+    uint64_t end_bytes = block->offset_bytes + block->length_nbytes;
+    if (last->piece == piece || begin_bytes < end_bytes)
+        return -1;
+    uint64_t gap_nbytes = begin_bytes - end_bytes;
+    bool crosses = request->direction == NVS_READ && request->file->memory_alignment_nbytes > 1;
+    if (gap_nbytes > (crosses ? GAP_NBYTES : 0) || gap_nbytes % request->file->offset_alignment_nbytes)
+        return -1;
     uint64_t left_nbytes =
         round_up(piece->nbytes - request->cut_nbytes, request->file->offset_alignment_nbytes);
-    bool is_small = left_nbytes <= SHARED_NBYTES && left_nbytes <= most_nbytes - block->length_nbytes;
-    return is_neighbour && last->piece != piece && (continues || is_small);
+    uint64_t room_nbytes = most_nbytes > block->length_nbytes ? most_nbytes - block->length_nbytes : 0;
+    bool continues = gap_nbytes == 0 && room_nbytes > 0
+                     && last->memory + last->length_nbytes == piece->memory + request->cut_nbytes;
+    bool is_small = left_nbytes <= SHARED_NBYTES && gap_nbytes + left_nbytes <= room_nbytes;
+    uint32_t span_count = block->span_count + (gap_nbytes > 0 ? 2 : 1);
+    return span_count <= VECTOR_LIMIT && (continues || is_small) ? (int64_t)gap_nbytes : -1;
+}
+
+static bool add_gap(nvs_engine *engine, struct block *block, uint32_t nbytes)
+{
+    if (!engine->gap_memory
+        && posix_memalign((void **)&engine->gap_memory, BOUNCE_ALIGNMENT_NBYTES, GAP_NBYTES) != 0)
+        engine->gap_memory = NULL;
+    if (!engine->gap_memory)
+        return false;
+    block->spans[block->span_count++] = (struct span){NULL, engine->gap_memory, NULL, 0, nbytes};
+    block->length_nbytes += nbytes;
+    return true;
+}
+
+/* What of the next piece has room, behind the gap before it. False when memory is short. */
+static bool add_piece(nvs_engine *engine, struct block *block, uint32_t gap_nbytes,
+                      uint64_t most_nbytes)
+{
+    nvs_request *request = block->request;
+    uint32_t alignment_nbytes = request->file->offset_alignment_nbytes;
+    if (gap_nbytes > 0 && !add_gap(engine, block, gap_nbytes))
+        return false;
+    uint64_t room_nbytes = round_down(most_nbytes - block->length_nbytes, alignment_nbytes);
+    if (block->span_count == 0 && room_nbytes == 0)
+        room_nbytes = alignment_nbytes;
+    struct piece *piece = &request->pieces[request->at_piece];
+    uint32_t nbytes = room_nbytes > 0 ? add_spans(engine, block, piece, room_nbytes) : 0;
+    request->cut_nbytes += nbytes;
+    if (nbytes == 0 && gap_nbytes > 0) {
+        block->span_count--;
+        block->length_nbytes -= gap_nbytes;
+    }
+    skip_empty(request);
+    return nbytes > 0;
 }
 
 static void fill_block(nvs_engine *engine, struct block *block, uint64_t most_nbytes)
 {
-    nvs_request *request = block->request;
-    do {
-        struct piece *piece = &request->pieces[request->at_piece];
-        uint32_t alignment_nbytes = request->file->offset_alignment_nbytes;
-        uint64_t room_nbytes = round_down(most_nbytes - block->length_nbytes, alignment_nbytes);
-        if (block->span_count == 0 && room_nbytes == 0)
-            room_nbytes = alignment_nbytes;
-        uint32_t nbytes = room_nbytes > 0 ? add_spans(engine, block, piece, room_nbytes) : 0;
-        if (nbytes == 0)
-            return;
-        request->cut_nbytes += nbytes;
-        skip_empty(request);
-    } while (joins(block, request, most_nbytes));
+    int64_t gap_nbytes = 0;
+    while (gap_nbytes >= 0 && add_piece(engine, block, (uint32_t)gap_nbytes, most_nbytes))
+        gap_nbytes = gap_to_next(block, block->request, most_nbytes);
 }
 
 /* A piece's first failure is what is told of it. */
@@ -243,16 +279,18 @@ void close_spans(struct block *block)
             break;
         if (span->copy_to)
             memcpy(span->copy_to, span->memory, span->wanted_nbytes);
-        span->piece->done_nbytes += span->wanted_nbytes;
+        if (span->piece)
+            span->piece->done_nbytes += span->wanted_nbytes;
         block->over_nbytes += span->length_nbytes;
         block->span_at++;
+        if (block->done_nbytes < block->over_nbytes) /* a read may have ended within the padding */
+            block->done_nbytes = block->over_nbytes;
     }
-    if (block->done_nbytes < block->over_nbytes)
-        block->done_nbytes = block->over_nbytes;
 }
 
 bool is_shared(const struct block *block)
 {
+    assert(block->spans[block->span_at].piece);
     return block->spans[block->span_at].piece != block->spans[block->span_count - 1].piece;
 }
 
@@ -265,6 +303,7 @@ void fail_piece(nvs_engine *engine, struct block *block, int status)
     while (block->span_at < block->span_count && block->spans[block->span_at].piece == piece)
         block->over_nbytes += block->spans[block->span_at++].length_nbytes;
     block->done_nbytes = block->over_nbytes;
+    close_spans(block); /* a gap behind it */
 }
 
 void request_stop(nvs_engine *engine, nvs_request *request, int status)

@@ -102,6 +102,7 @@ static void engine_free(nvs_engine *engine)
         close(engine->wake_fd);
     free(engine->memory_table.pieces);
     pthread_mutex_destroy(&engine->mailbox_lock);
+    free(engine->gap_memory);
     free(engine->blocks);
     free(engine->free_blocks);
     free(engine->ready);

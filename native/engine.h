@@ -85,9 +85,10 @@ struct nvs_request {
     struct piece pieces[];    /* by offset */
 };
 
-/* Bytes of one piece in a block: where the kernel moves them, and where they belong. */
+/* Bytes of one piece in a block: where the kernel moves them, and where they belong. Or a gap between
+ * two pieces, that is read over. */
 struct span {
-    struct piece *piece;
+    struct piece *piece;    /* NULL: a gap, of which nothing is wanted */
     char *memory;
     char *copy_to;          /* a bounced read: the caller's memory, else NULL */
     uint32_t wanted_nbytes;
@@ -152,6 +153,7 @@ struct nvs_engine {
     struct lane lanes[NVS_LANE_COUNT];
     int64_t demand_recent_until_ns;
     struct block *blocks;       /* queue_depth of them */
+    char *gap_memory;           /* what gaps are read into, all of them; once it has been needed */
     struct block **free_blocks; /* a stack */
     struct backend_op **ready;  /* a ring of blocks to submit, oldest first */
     uint32_t queue_depth;

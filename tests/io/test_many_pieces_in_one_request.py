@@ -51,6 +51,29 @@ def test_neighbours_share_blocks(
         file.close()
 
 
+def test_small_gaps_are_read_over_and_never_written(swap_path: Path) -> None:
+    """Else every other tensor of a file costs a trip to the drive each, or its neighbour is lost."""
+    whole = random_pieces([128 * 4096])[0]
+    places = range(0, 128 * 4096, 8192)
+    with Engine(backend="uring") as engine:
+        file = engine.open(swap_path)
+        engine.write(file, 0, whole).wait()
+        before = engine.stats().block_count
+        copies = poisoned(64, 4096)
+        engine.read_many(file, places, copies).wait()
+        assert engine.stats().block_count - before <= 64 // 32 + 1  # a gap takes a vector, too
+        for place, copy in zip(places, copies, strict=True):
+            assert torch.equal(copy, whole[place : place + 4096])
+        sources = random_pieces([3000] * 64)
+        engine.write_many(file, places, sources).wait()
+        got = poisoned(1, 128 * 4096)[0]
+        engine.read(file, 0, got).wait()
+        for place, source in zip(places, sources, strict=True):
+            assert torch.equal(got[place : place + 3000], source)
+            assert torch.equal(got[place + 4096 : place + 8192], whole[place + 4096 : place + 8192])
+        file.close()
+
+
 def test_failed_block_of_many_fails_only_the_piece_that_is_bad(
     swap_path: Path
 ) -> None:
