@@ -52,7 +52,7 @@ def test_neighbours_share_blocks(
 
 
 def test_small_gaps_are_read_over_and_never_written(swap_path: Path) -> None:
-    """Else every other tensor of a file costs a trip to the drive each, or its neighbour is lost."""
+    """Else every other tensor costs a trip to the drive each, or its neighbour is lost."""
     whole = random_pieces([128 * 4096])[0]
     places = range(0, 128 * 4096, 8192)
     with Engine(backend="uring") as engine:
