@@ -94,10 +94,13 @@ def _usage(job: Mapping[str, Any]) -> Usage:
 def huge_pages() -> Iterator[bool]:
     """Reserves huge pages while inside, where root may; yields whether there are any."""
     before = int(_HUGE_PAGES.read_text())
-    if os.geteuid() == 0 and before < _HUGE_PAGE_COUNT:
-        _HUGE_PAGES.write_text(str(_HUGE_PAGE_COUNT))
+    wanted = os.geteuid() == 0 and before < _HUGE_PAGE_COUNT
+    with contextlib.suppress(OSError):  # a container's root may not
+        if wanted:
+            _HUGE_PAGES.write_text(str(_HUGE_PAGE_COUNT))
     try:
         yield int(_HUGE_PAGES.read_text()) >= _HUGE_PAGE_COUNT
     finally:
-        if os.geteuid() == 0 and before < _HUGE_PAGE_COUNT:
-            _HUGE_PAGES.write_text(str(before))
+        with contextlib.suppress(OSError):
+            if wanted:
+                _HUGE_PAGES.write_text(str(before))

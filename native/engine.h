@@ -14,7 +14,7 @@
 #include "registration.h"
 #include "stripe.h"
 
-/* Sizes of blocks, but for a request's last one, are multiples of it. */
+/* What a block may hold at most is a multiple of it. */
 enum { BLOCK_MULTIPLE_NBYTES = 4096 };
 
 /* The core's own types. Who touches what:

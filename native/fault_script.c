@@ -96,7 +96,9 @@ static bool read_rule(char *text, struct fault_rule *rule)
     bool is_number = read_number(number, &rule->fate.number);
     rule->fate.delay_ns = (int64_t)rule->fate.number * NS_PER_MS;
     /* A refusal without an error would be none. */
-    return is_number && (which != FAULT_REFUSE || rule->fate.number > 0);
+    bool is_errno = which == FAULT_REFUSE || which == FAULT_ERRNO;
+    bool is_fitting = !is_errno || (rule->fate.number > 0 && rule->fate.number < 4096);
+    return is_number && is_fitting;
 }
 
 int fault_script_parse(const char *text, struct fault_script *script)

@@ -1,5 +1,5 @@
 /* All that Python sees of the engine. cffi reads this very file, hence no #include and no guard:
- * C code includes it through backend.h.
+ * C code includes it once, mostly through backend.h.
  *
  * Every call that returns an int returns 0 (or a count) or a negative code: a negated errno, or one
  * of enum nvs_error. Every call may be made from any thread; only the nvs_*_wait and
@@ -30,7 +30,7 @@ typedef struct nvs_request nvs_request;
 
 typedef struct {
     const char *backend;      /* "uring", "aio", "posix", "skeleton", or "fault" (over aio) */
-    const char *fault_script; /* NULL, or the faults to inject over `backend`: see backend_fault.c */
+    const char *fault_script; /* NULL, or the faults to inject over `backend`: see fault_script.h */
     uint64_t block_nbytes;    /* largest single transfer: a multiple of 4096, below 2 GiB */
     uint64_t background_nbytes; /* most in flight of prefetch and writeback while demand is recent */
     uint32_t queue_depth;     /* most blocks in the kernel at once */

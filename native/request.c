@@ -37,7 +37,8 @@ struct known_device {
 static struct known_device ask_device(dev_t device)
 {
     struct known_device asked = {.device = device};
-    asked.tag_limit_nbytes = queue_setting(device, "max_sectors_kb") * 1024;
+    uint32_t limit_kib = queue_setting(device, "max_sectors_kb");
+    asked.tag_limit_nbytes = (limit_kib < 1U << 20 ? limit_kib : 1U << 20) * 1024;
     if (asked.tag_limit_nbytes > 0)
         asked.tag_count = queue_setting(device, "nr_requests");
     return asked;

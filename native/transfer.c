@@ -257,7 +257,7 @@ static void count_moved(nvs_engine *engine, const struct block *block)
 /* What is padding does not count: a file may end within it. */
 static int stuck_status(const struct block *block)
 {
-    uint64_t wanted_end = block->offset_bytes + block->aim_nbytes - block->aim_padding_nbytes;
+    uint64_t wanted_end = block->member_offset_bytes + block->aim_nbytes - block->aim_padding_nbytes;
     struct stat facts;
     if (block->op.direction == NVS_READ && fstat(block->op.fd, &facts) == 0
         && (uint64_t)facts.st_size < wanted_end)

@@ -24,7 +24,7 @@ _BUILDER_MODULES = ("deepspeed.ops.op_builder", "op_builder")
 
 def inject_engine() -> None:
     """Make all of DeepSpeed in this process move its bytes by our engine: parameter and optimizer
-    swapping, FastPersist, ds_io. Nothing is compiled, and libaio is not needed.
+    swapping, FastPersist, ds_io. DeepSpeed compiles nothing then, and needs no libaio of its own.
 
     Call it before `deepspeed.initialize` and `deepspeed.zero.Init`: handles made earlier stay.
     May be repeated. Blocks for importing DeepSpeed. Not thread-safe. Raises SwapConfigError when

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nvmeswap.errors import SwapTimeoutError, SwapUsageError
+from nvmeswap.errors import SwapError, SwapTimeoutError, SwapUsageError
 from nvmeswap.io import native
 from nvmeswap.io.file import STRIPE_NBYTES, DirectMode, File, Member, open_file
 from nvmeswap.io.request import Request
@@ -54,7 +55,7 @@ class Engine:
             until a second after it; otherwise they have the whole queue. None: 4 MiB.
         queue_depth: most blocks in flight.
         thread_count: threads of the posix backend.
-        fault_script: faults to inject over `backend`, for tests; see native/backend_fault.c.
+        fault_script: faults to inject over `backend`, for tests; see native/fault_script.h.
 
     Raises: SwapUsageError for a size out of range, SwapConfigError for a backend that is unknown or
     that the kernel refuses, both here; SwapClosedError after `close()`, SwapForkError in a forked
@@ -93,11 +94,14 @@ class Engine:
             queue_depth=queue_depth, thread_count=thread_count, fault_script=fault_script,
         )
         self._accepting = True
-        self._lock = threading.Lock()  # the handle is used under it, and only while accepting
+        # The handle is used under it, and only while accepting. Reentrant: the collector may drop a
+        # DeepSpeed handle, which unregisters memory, while this thread submits.
+        self._lock = threading.RLock()
         self._close_lock = threading.Lock()
         # In order of submission. Requests hold their engine, and the finalizer holds this dict: so
         # neither engine nor buffers can go while something is in flight, whoever forgets them.
         self._in_flight: dict[Request, None] = {}
+        self._unclaimed: list[Sequence[torch.Tensor]] = []  # of submissions that Ctrl-C cut short
         self._registered: dict[int, torch.Tensor] = {}  # by address; held for the same reason
         self._finalizer = self._when_forgotten(_DRAIN_AT_EXIT_S)
 
@@ -243,6 +247,7 @@ class Engine:
             if native.close_engine(self._handle, timeout_s):
                 self._finalizer.detach()
                 self._in_flight.clear()
+                self._unclaimed.clear()
                 self._registered.clear()
                 return
             # Whoever has been told once is not made to wait again at exit.
@@ -289,21 +294,28 @@ class Engine:
         pieces = pieces_of(file, offsets_bytes, buffers)
         with self._lock:
             self._require_open()
-            handle = native.submit(self._handle, file.handle, direction, lane, pieces)
-            request = Request(handle, self, file, direction, pieces, buffers)
-            self._in_flight[request] = None
+            try:
+                handle = native.submit(self._handle, file.handle, direction, lane, pieces)
+                request = Request(handle, self, file, direction, pieces, buffers)
+                self._in_flight[request] = None
+            except BaseException as error:
+                if not isinstance(error, SwapError):  # Ctrl-C: perhaps it is under way already
+                    self._unclaimed.append(buffers)
+                raise
         self._prune()
         return request
 
     def _when_forgotten(self, timeout_s: float) -> weakref.finalize[..., Engine]:
         return weakref.finalize(self, _close_forgotten, self._handle, self._in_flight,
-                                self._registered, timeout_s)
+                                (self._unclaimed, self._registered), timeout_s)
 
     def _prune(self) -> None:
         """Let go of requests that nobody waited for. Oldest first, and no further than the first
         one in flight, so that each costs one look."""
-        while (oldest := next(iter(self._in_flight), None)) is not None and oldest.done():
-            self.forget(oldest)
+        # Another thread that adds or removes one between `iter` and `next` does the same itself.
+        with contextlib.suppress(RuntimeError):
+            while (oldest := next(iter(self._in_flight), None)) is not None and oldest.done():
+                self.forget(oldest)
 
     def _require_own_process(self) -> None:
         # Before any lock: in a child it may have been copied while a thread of the parent held it.
@@ -330,7 +342,7 @@ def _latency(buckets: list[tuple[float, int]]) -> LaneLatency:
 def _close_forgotten(
     handle: EngineHandle,
     in_flight: dict[Request, None],
-    registered: dict[int, torch.Tensor],
+    memories: object,
     timeout_s: float,
 ) -> None:
     """At exit, or when an engine with nothing in flight is collected."""
@@ -338,7 +350,7 @@ def _close_forgotten(
         return
     # Interpreter shutdown would free the buffers, and a late transfer would land in freed memory.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(in_flight))
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(registered))
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(memories))
     if timeout_s > 0:
         warnings.warn(f"{len(in_flight)} transfers were not over {timeout_s} s after the end",
                       RuntimeWarning, stacklevel=2)

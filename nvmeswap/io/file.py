@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 # A large read is cut at it, and one block of 1 MiB in flight on each of four drives is enough.
 STRIPE_NBYTES = 1 << 20
+_STRIPE_LIMIT_NBYTES = 1 << 30
 _MEMORY_ALIGNMENT_LIMIT_NBYTES = 4096
 # What open() says to O_DIRECT on a filesystem without it.
 _DIRECT_REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
@@ -62,12 +63,12 @@ class Stripes:
         if not 1 <= len(self.weights) <= native.MEMBER_LIMIT or min(self.weights) < 1:
             raise SwapUsageError(f"{len(self.weights)} files with weights {self.weights}",
                                  fix=f"use 1 to {native.MEMBER_LIMIT}, each with a weight above 0")
-        if len(self.weights) > 1 and row_count > native.STRIPE_LIMIT:
+        if row_count > native.STRIPE_LIMIT:
             raise SwapUsageError(f"the weights {self.weights} are {row_count} in all",
                                  fix=f"use smaller ones, {native.STRIPE_LIMIT} in all at most")
-        if self.nbytes < 4096 or self.nbytes % 4096:
+        if not 0 < self.nbytes <= _STRIPE_LIMIT_NBYTES or self.nbytes % 4096:
             raise SwapUsageError(f"stripes of {self.nbytes} bytes",
-                                 fix="use a multiple of 4096, such as 1 << 20")
+                                 fix="use a multiple of 4096 up to 1 GiB, such as 1 << 20")
 
     def share(self, member: int, nbytes: int) -> int:
         """How many of the first `nbytes` bytes the member holds: the size that it must have."""

@@ -23,7 +23,6 @@ from nvmeswap.store.written import SumCheck, WantedSum, WrittenRange
 _MOST_NAMED = 5  # arbitrary: keys in one error
 
 
-
 class Keeper(Protocol):
     """What a request tells the store that made it."""
 

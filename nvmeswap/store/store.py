@@ -167,6 +167,7 @@ class Store:
             file = self._files.get(name) or self._create(name, 0)
             self._reserved_nbytes += file.reserve(nbytes, timeout_s=self.timeout_s)
             self._reserve_s += time.monotonic() - begin_s
+            self._save_manifest()
 
     def free(self, key: str) -> None:
         """Forgets the key; its space can be allocated again. Waits for its requests in flight."""

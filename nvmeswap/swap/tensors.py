@@ -32,6 +32,7 @@ TENSORS_FILE = "tensors.swp"
 _BLOCK_COUNT = 256
 _Element = TypeVar("_Element")
 
+
 class TensorFuture:
     """A swap under way. `wait` returns the tensor: what was read, or what is being written.
 

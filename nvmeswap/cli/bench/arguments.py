@@ -134,6 +134,10 @@ def _add_tensors(parser: argparse.ArgumentParser) -> None:
 
 def _conflict(options: argparse.Namespace) -> str | None:
     """The first thing asked for that can't be had, in a sentence; None if all is well."""
+    drawn = options.png if options.command == "sweep" and not options.no_png else None
+    for path in (options.json, drawn):
+        if path is not None and not path.absolute().parent.is_dir():
+            return f"{path} can't be written: its folder is missing"
     if options.command == "tensors":
         return None
     largest = max(options.blocks) if options.command == "sweep" else options.block
