@@ -16,7 +16,8 @@
 enum { SUBMIT_BATCH = 8 };
 /* Few, so that copies out of bounce buffers do not let the kernel's queue run dry. */
 enum { REAP_BATCH = 8 };
-/* Tries of one block without progress. Arbitrary; with the pause between tries at least 0.1 s when nothing else completes. */
+/* Tries of one block without progress. Arbitrary; with the pause between tries at least 0.1 s when
+ * nothing else completes. */
 enum { TRY_LIMIT = 100 };
 /* Blocks that must come back for the depth to be raised by one, after EAGAIN lowered it. Arbitrary. */
 enum { DEPTH_CREDIT = 16 };

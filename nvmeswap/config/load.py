@@ -129,6 +129,9 @@ class Config(Block):
             )
 
 
+_MOST_FOLDERS = 16  # NVS_MEMBER_LIMIT in native/interface.h; below that floor here
+
+
 def check_folders(
     given: str | Path | Sequence[str | Path] | None, *, key: str
 ) -> tuple[Path, ...]:
@@ -144,6 +147,10 @@ def check_folders(
             f'{key} is missing: device "nvme" needs a folder',
             key=key,
             fix=f'set "{key}" to a folder on the NVMe drive',
+        )
+    if len(paths) > _MOST_FOLDERS:
+        raise SwapPathError(
+            f"{key} names {len(paths)} folders", key=key, fix=f"use {_MOST_FOLDERS} at most"
         )
     for path in paths:
         _check_folder(path, key)

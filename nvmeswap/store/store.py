@@ -65,7 +65,9 @@ class Store:
     open; `timeout_s`, for every wait.
     Raises: SwapPathError, SwapOwnerError, SwapConfigError when it is made; SwapClosedError by calls
     after `close`.
-    Blocking: `read` and `write` only for the order above. Threads: all calls from any thread.
+    Blocking: `read` and `write` only for the order above. What takes space (`create_file`,
+    `allocate`, `reserve`) blocks, and other threads' calls wait for it. Threads: all calls from any
+    thread.
     Ownership: the store owns folder and files and removes them; memory stays the caller's.
     What it is not: a checkpoint. No other run ever reads these files.
     """

@@ -17,12 +17,18 @@ _CHUNK_COUNT = 64
 def write_zeros(
     engine: Engine, file: File, begin_byte: int, end_byte: int, *, timeout_s: float
 ) -> None:
-    """Writes zeros to [begin_byte, end_byte) of the file. Blocks; each 128 MiB get `timeout_s`.
-    Raises SwapWriteError, SwapSpaceError, SwapTimeoutError."""
+    """Writes zeros to [begin_byte, end_byte) of the file. Blocks; each 128 MiB get `timeout_s`, and
+    as much again to end after a failure. Raises SwapWriteError, SwapSpaceError, SwapTimeoutError."""
     arena = Arena(HUGE_PAGE_NBYTES, pin_memory=False)
     step_nbytes = _CHUNK_COUNT * HUGE_PAGE_NBYTES
     for first_byte in range(begin_byte, end_byte, step_nbytes):
         offsets = range(first_byte, min(first_byte + step_nbytes, end_byte), HUGE_PAGE_NBYTES)
         zeros = [arena.memory[: min(HUGE_PAGE_NBYTES, end_byte - offset)] for offset in offsets]
-        engine.write_many(file, offsets, zeros, lane=Lane.WRITEBACK).wait(timeout_s)
+        request = engine.write_many(file, offsets, zeros, lane=Lane.WRITEBACK)
+        try:
+            request.wait(timeout_s)
+        except BaseException:
+            request.cancel()  # else late zeros could meet what is written there next
+            request.failed(timeout_s)
+            raise
     arena.close()

@@ -29,7 +29,7 @@ from nvmeswap.swap.layout import (
 from nvmeswap.swap.space import Placement, SwapSpace, new_run_name
 
 TENSORS_FILE = "tensors.swp"
-_BLOCK_COUNT = 256
+_BLOCK_COUNT = 1024
 _Element = TypeVar("_Element")
 
 
