@@ -41,3 +41,24 @@ def drive_to_lose(tmp_path: Path) -> Iterator[tuple[Path, Callable[[], None]]]:
 
     yield folder, lose
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.fixture
+def mount_tmpfs(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mounts a filesystem in memory, such as "tmpfs -o size=8m"; skips where that is forbidden."""
+    mounted: list[Path] = []
+
+    def mount(what: str) -> Path:
+        kind, *options = what.split()
+        folder = tmp_path / f"mount{len(mounted)}"
+        folder.mkdir()
+        done = subprocess.run(["mount", "-t", kind, *options, kind, str(folder)],
+                              capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"can't mount {kind}: {done.stderr.strip()}")
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)

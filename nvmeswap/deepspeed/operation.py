@@ -32,7 +32,8 @@ _COMPARED_NBYTES = 1 << 24
 
 def require_tensor(buffer: torch.Tensor) -> None:
     """Raises SwapUsageError for what is no dense tensor."""
-    if not isinstance(buffer, torch.Tensor) or buffer.layout is not torch.strided:
+    is_dense = isinstance(buffer, torch.Tensor) and buffer.layout is torch.strided
+    if not is_dense or buffer.is_meta or buffer.is_quantized:
         raise SwapUsageError("a buffer must be a dense tensor", fix="pass a torch.Tensor")
 
 
@@ -64,6 +65,9 @@ class Operation:
         validate: bool,
         counted: bool,
     ) -> None:
+        if direction is Direction.READ and 0 in buffer.stride() and not buffer.is_contiguous():
+            raise SwapUsageError("an expanded tensor can't be read into", path=target.path,
+                                 fix="pass a tensor with memory for each element")
         self.file = target.identity
         self.begin = offset_bytes
         self.end = offset_bytes + buffer.nbytes

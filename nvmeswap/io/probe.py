@@ -178,8 +178,10 @@ def trial_file(folder: Path) -> Iterator[Path]:
     while True:
         fd, name = _create_trial_file(folder)
         try:
-            _lock(fd)
-            if not os.fstat(fd).st_nlink:  # another prober found it before it was locked
+            # Another prober may find it before it is locked: then it is gone, or about to be.
+            if not _lock(fd) and _has_locks(folder):
+                continue
+            if not os.fstat(fd).st_nlink:
                 continue
             try:
                 yield Path(name)
@@ -222,6 +224,11 @@ def _remove_forgotten(folder: Path) -> None:
                     path.unlink()
             finally:
                 os.close(fd)
+
+
+def _has_locks(folder: Path) -> bool:
+    with tempfile.TemporaryFile(dir=folder) as own:
+        return _lock(own.fileno())
 
 
 def _lock(fd: int) -> bool:

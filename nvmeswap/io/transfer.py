@@ -14,6 +14,7 @@ from nvmeswap.io import native
 from nvmeswap.io.file import File
 
 _is_cpu, _layout, _nbytes = map(attrgetter, ("is_cpu", "layout", "nbytes"))
+_LEAST_ADDRESS = 1 << 16  # below it Linux maps nothing; a freed storage is at 0
 _MOST_BYTES = (1 << 63) - 1  # what an offset in a file can be
 
 
@@ -51,6 +52,9 @@ def pieces_of(
     pieces = np.empty((len(buffers), 3), np.uint64)
     pieces[:, 0] = list(map(torch.Tensor.data_ptr, buffers))
     pieces[:, 2] = list(map(_nbytes, buffers))
+    if ((pieces[:, 0] < _LEAST_ADDRESS) & (pieces[:, 2] > 0)).any():
+        raise SwapUsageError("a buffer has no memory: its storage was freed, or it is fake",
+                             path=file.path, fix="give it memory before it is moved")
     try:
         offsets = np.array(offsets_bytes, np.int64)
     except OverflowError:

@@ -6,7 +6,6 @@ import difflib
 import enum
 import errno
 import re
-import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from nvmeswap.io.engine import Direction, Engine, Lane
 from nvmeswap.io.probe import FolderProbe
 from nvmeswap.stats import StoreStats
 from nvmeswap.store.manifest import Manifest, ManifestEntry, Striping, TensorSpec
+from nvmeswap.store.own_lock import OwnLock
 from nvmeswap.store.owner import MANIFEST_FILE, OwnedFolders
 from nvmeswap.store.pieces import Pieces
 from nvmeswap.store.request import StoreBatch, StoreRequest, must_precede
@@ -64,7 +64,7 @@ class Store:
     other drives, which share the bytes; `ephemeral`, whether files lose their names once they are
     open; `timeout_s`, for every wait.
     Raises: SwapPathError, SwapOwnerError, SwapConfigError when it is made; SwapClosedError by calls
-    after `close`.
+    after `close`, SwapForkError by all in a forked child, before anything is touched.
     Blocking: `read` and `write` only for the order above. What takes space (`create_file`,
     `allocate`, `reserve`) blocks, and other threads' calls wait for it. Threads: all calls from any
     thread.
@@ -97,7 +97,7 @@ class Store:
         striping = Striping.over(self._owner.folders, probe)
         self._manifest = Manifest(run, rank, world_size, striping=striping)
         self._files: dict[str, SwapFile] = {}
-        self._lock = threading.RLock()
+        self._lock = OwnLock()
         self._closed = False
         self._read_nbytes = 0
         self._write_nbytes = 0
@@ -248,8 +248,10 @@ class Store:
     def close(self, *, remove: bool = True) -> None:
         """Waits for requests in flight, then closes the files and removes the folder; calling again
         does nothing. With `remove` False the files and an up-to-date manifest stay for inspection,
-        until the next start below `nvme_path`. Raises SwapTimeoutError with the files still open:
-        call it again."""
+        until the next start below `nvme_path`. In a forked child it does nothing. Raises
+        SwapTimeoutError with the files still open: call it again."""
+        if not self._lock.is_own_process():
+            return
         with self._lock:
             self._closed = True
             in_flight = [
@@ -369,7 +371,8 @@ class Store:
     def note_settled(self, request: StoreRequest, failed: Collection[int]) -> None:
         """For request.py."""
         pieces, digests = request.pieces, None
-        if request.direction is Direction.WRITE and self._checksum is Checksum.ALL:
+        is_sound = len(failed) < len(pieces.keys)  # of memory that could not be moved, no sums
+        if request.direction is Direction.WRITE and self._checksum is Checksum.ALL and is_sound:
             digests = request.compute_digests()
         with self._lock:
             if request.settled:

@@ -203,7 +203,7 @@ class _Part:
             wanted_nbytes=wanted_nbytes,
             got_nbytes=shutil.disk_usage(self.path.parent).free,
             errno=error_number,
-            intact="nothing was written, and the space that was taken is given back",
+            intact="what was stored before; the space that was taken is given back",
             fix='free space, or choose another "nvme_path"',
         )
 

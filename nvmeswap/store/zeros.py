@@ -17,8 +17,8 @@ _CHUNK_COUNT = 64
 def write_zeros(
     engine: Engine, file: File, begin_byte: int, end_byte: int, *, timeout_s: float
 ) -> None:
-    """Writes zeros to [begin_byte, end_byte) of the file. Blocks; each 128 MiB get `timeout_s`, and
-    as much again to end after a failure. Raises SwapWriteError, SwapSpaceError, SwapTimeoutError."""
+    """Writes zeros to [begin_byte, end_byte) of the file. Blocks; each 128 MiB get `timeout_s`,
+    and as much to end after a failure. Raises SwapWriteError, SwapSpaceError, SwapTimeoutError."""
     arena = Arena(HUGE_PAGE_NBYTES, pin_memory=False)
     step_nbytes = _CHUNK_COUNT * HUGE_PAGE_NBYTES
     for first_byte in range(begin_byte, end_byte, step_nbytes):

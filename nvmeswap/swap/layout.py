@@ -132,6 +132,13 @@ def flat(dense: torch.Tensor) -> torch.Tensor:
 
 
 def check_out(key: str, spec: TensorSpec, out: torch.Tensor) -> None:
+    if out.is_meta or any(
+        stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)
+    ):
+        raise SwapUsageError(
+            f"{key} can't be read into an `out` without memory of its own for each element",
+            fix="give a tensor that is neither expanded nor meta",
+        )
     for field, stored, given in (
         ("dtype", spec.dtype, out.dtype),
         ("shape", spec.shape, tuple(out.shape)),
@@ -142,3 +149,9 @@ def check_out(key: str, spec: TensorSpec, out: torch.Tensor) -> None:
                 field=field,
                 fix="give an `out` like the stored tensor",
             )
+
+
+def copy_into(out: torch.Tensor, host: torch.Tensor) -> None:
+    """What was read, into a tensor of another layout or device; a parameter too."""
+    with torch.no_grad():
+        out.copy_(host)

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from nvmeswap.config import AioConfig, SwapBlock, check_folders
-from nvmeswap.errors import SwapError, SwapTimeoutError, SwapUsageError
+from nvmeswap.errors import SwapError, SwapTimeoutError, SwapUsageError, SwapWriteError
 from nvmeswap.io.engine import Lane
 from nvmeswap.stats import StoreStats
 from nvmeswap.store.request import raise_first
@@ -20,6 +20,7 @@ from nvmeswap.swap.layout import (
     NOWHERE,
     StoredTensor,
     check_out,
+    copy_into,
     fit,
     flat,
     host_for,
@@ -59,7 +60,7 @@ class TensorFuture:
             if self._index in failures:
                 raise failures[self._index]
         if self._host is not self._out:
-            self._out.copy_(self._host)
+            copy_into(self._out, self._host)
             self._host = self._out
         return self._out
 
@@ -90,7 +91,7 @@ class _Reading:
         if self._hosts is not self.outs:
             for index, (host, out) in enumerate(zip(self._hosts, self.outs, strict=True)):
                 if host is not out and index not in failures:
-                    out.copy_(host)
+                    copy_into(out, host)
         return failures
 
     def futures(self) -> list[TensorFuture]:
@@ -179,12 +180,18 @@ class TensorSwapper:
         failures: dict[str, SwapError] = {}
         try:
             for keys, block in zip(_blocks(order), _blocks(sources), strict=True):
-                started.append((keys, self._start_writing(keys, block)))
-            for key, owner in ties.items():
-                self._tie(key, owner)
+                try:
+                    started.append((keys, self._start_writing(keys, block)))
+                except SwapWriteError as error:  # no space for these; perhaps for others
+                    failures |= dict.fromkeys(keys, error)
         finally:
             for keys, batch in started:
                 failures |= {keys[index]: error for index, error in batch.failed().items()}
+        for key, owner in ties.items():
+            if owner in failures:
+                failures[key] = failures[owner]
+            else:
+                self._tie(key, owner)
         if failures:
             raise_first([(key, failures[key]) for key in tensors if key in failures])
 
@@ -322,8 +329,8 @@ class TensorSwapper:
         self._known(key)
         self._forget_prefetched([key])
         stored = self._stored[key]
-        if stored.key_count == 1:  # a timeout leaves all as it was
-            self._store.free(stored.name)
+        if stored.key_count == 1 and stored.name in self._names:
+            self._store.free(stored.name)  # a timeout leaves all as it was
             self._names.remove(stored.name)
         del self._stored[key]
         stored.key_count -= 1

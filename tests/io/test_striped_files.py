@@ -324,3 +324,14 @@ def test_lost_drive_is_named_and_the_other_serves_its_own(
         engine.read(file, first, piece).wait(20)
         assert torch.equal(piece, source[first : first + 65536])
     file.close()
+
+
+def test_link_in_place_of_a_member_is_refused(tmp_path: Path) -> None:
+    """Else whoever plants a link there reads the weights, or has another file overwritten."""
+    real, link = tmp_path / "real.swp", tmp_path / "link.swp"
+    real.write_bytes(bytes(8192))
+    link.symlink_to(real)
+    with Engine() as engine:
+        with pytest.raises(SwapPathError):
+            engine.open_striped([Member(link)])
+        engine.open_striped([Member(link, follows_links=True)]).close()

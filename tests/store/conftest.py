@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,27 +47,6 @@ def workshop() -> Iterator[Workshop]:
     made = Workshop()
     yield made
     made.close()
-
-
-@pytest.fixture
-def mount_tmpfs(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Mounts a filesystem in memory, such as "tmpfs -o size=8m"; skips where that is forbidden."""
-    mounted: list[Path] = []
-
-    def mount(what: str) -> Path:
-        kind, *options = what.split()
-        folder = tmp_path / f"mount{len(mounted)}"
-        folder.mkdir()
-        done = subprocess.run(["mount", "-t", kind, *options, kind, str(folder)],
-                              capture_output=True, text=True)
-        if done.returncode:
-            pytest.skip(f"can't mount {kind}: {done.stderr.strip()}")
-        mounted.append(folder)
-        return folder
-
-    yield mount
-    for folder in mounted:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @dataclass

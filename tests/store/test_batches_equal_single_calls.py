@@ -48,9 +48,9 @@ def read_back(store: Store, keys: Sequence[str]) -> dict[str, torch.Tensor]:
 
 
 def apart(store: Store) -> tuple[list[str], dict[str, torch.Tensor]]:
-    """Keys with another key between each two, so that each is a block of its own."""
-    store.create_file("params.swp", {str(number): flat(4096) for number in range(2 * COUNT)})
-    keys = [str(number) for number in range(0, 2 * COUNT, 2)]
+    """Keys with three others between each two, so that each is a block of its own."""
+    store.create_file("params.swp", {str(number): flat(4096) for number in range(4 * COUNT)})
+    keys = [str(number) for number in range(0, 4 * COUNT, 4)]
     return keys, {key: values(4096, seed=int(key)) for key in keys}
 
 
@@ -212,7 +212,7 @@ def test_read_batch_when_bits_flip_names_the_keys(workshop: Any, tmp_path: Path)
     with pytest.raises(SwapChecksumError) as raised:
         read_back(store, keys)
     assert f'"{keys[2]}"' in raised.value.what and f'"{keys[7]}"' in (raised.value.cause or "")
-    assert raised.value.offset_bytes == 2 * 2 * 4096
+    assert raised.value.offset_bytes == 2 * 4 * 4096
     assert store.stats().verified_nbytes == (COUNT - 2) * 4096
     assert all(torch.equal(memory, sources[key]) for key, memory in read_back(store, keys).items())
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,3 +69,11 @@ os.kill(os.getpid(), signal.SIGKILL)
                           cwd=Path(__file__).parents[2])
     assert done.returncode == -9
     assert sum(path.stat().st_blocks for path in tmp_path.rglob("*") if path.is_file()) * 512 < MiB
+
+
+def test_reserved_zeros_are_really_written(workshop: Any, tmp_path: Path) -> None:
+    """Else the space is taken, but the first write is slow all the same."""
+    store = workshop.store(tmp_path)
+    store.reserve("tensors.swp", 3 * MiB)
+    stats = workshop.engines[0].stats()
+    assert stats.write_direct_nbytes + stats.write_buffered_nbytes == 3 * MiB
