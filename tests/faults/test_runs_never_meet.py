@@ -16,10 +16,7 @@ from nvmeswap.io.engine import Engine, Lane
 from nvmeswap.io.probe import probe_folder
 from nvmeswap.store.manifest import Manifest, TensorSpec
 from nvmeswap.store.store import Store
-from tests.store.conftest import mount_tmpfs
 from tests.store.test_owner_survives_kill import Child
-
-__all__ = ["mount_tmpfs"]
 
 pytestmark = pytest.mark.filterwarnings("ignore::nvmeswap.io.FilesystemWarning")
 MiB = 1 << 20
