@@ -21,11 +21,12 @@ def test_forked_child_changes_nothing_of_its_parents(tmp_path: Path) -> None:
         swapper.swap_out("a", torch.arange(10.0))
         (path,) = tmp_path.rglob("tensors.swp")
         nbytes = path.stat().st_size
+        huge = torch.zeros(50_000_000)  # not in the child: torch's threads are not there
         child = os.fork()
         if child == 0:
             code = 1
             try:
-                swapper.swap_out("huge", torch.zeros(50_000_000))
+                swapper.swap_out("huge", huge)
             except SwapForkError:
                 code = 0
             finally:
