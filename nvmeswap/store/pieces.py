@@ -13,6 +13,7 @@ import torch
 
 from nvmeswap.errors import SwapUsageError
 from nvmeswap.io.digest import CHUNK_NBYTES
+from nvmeswap.io.transfer import Direction
 from nvmeswap.store.manifest import ManifestEntry
 from nvmeswap.store.written import WantedSum, WrittenRange
 
@@ -145,3 +146,20 @@ class Pieces:
             (first - first_byte, end - first_byte, digest)
             for first, end, digest in entry.written.inside(first_byte, end_byte)
         ]
+
+
+def check_part(
+    direction: Direction,
+    key: str,
+    entry: ManifestEntry,
+    first_byte: int,
+    end_byte: int,
+    alignment_nbytes: int,
+) -> None:
+    """Asserts that these bytes of a key can be moved alone."""
+    nbytes = entry.extent.nbytes
+    assert 0 <= first_byte <= end_byte <= nbytes, f"{key}: outside its extent"
+    assert first_byte % alignment_nbytes == 0, f"{key}: begins between blocks"
+    # The engine pads a direct write with zeros, which must not reach valid bytes.
+    ends_whole = end_byte % alignment_nbytes == 0 or end_byte == nbytes
+    assert ends_whole or direction is Direction.READ, f"{key}: ends midway"

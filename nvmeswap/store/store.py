@@ -21,7 +21,7 @@ from nvmeswap.stats import StoreStats
 from nvmeswap.store.manifest import Manifest, ManifestEntry, Striping, TensorSpec
 from nvmeswap.store.own_lock import OwnLock
 from nvmeswap.store.owner import MANIFEST_FILE, OwnedFolders
-from nvmeswap.store.pieces import Pieces
+from nvmeswap.store.pieces import Pieces, check_part
 from nvmeswap.store.request import StoreBatch, StoreRequest, must_precede
 from nvmeswap.store.swapfile import SwapFile
 from nvmeswap.store.written import WrittenRanges, bytes_of
@@ -313,7 +313,7 @@ class Store:
             assert len({entry.file for entry in entries}) <= 1, "keys of several files"
         else:
             end_byte = first_byte + sizes[0]
-            self._check_part(direction, keys[0], entries[0], first_byte, end_byte)
+            check_part(direction, keys[0], entries[0], first_byte, end_byte, self.alignment_nbytes)
         begin = first_byte or 0
         offsets = [entry.extent.offset_bytes + begin for entry in entries]
         pieces = Pieces(
@@ -439,13 +439,3 @@ class Store:
             path=self.folder,
             fix=f'the nearest known key is "{nearest[0]}"' if nearest else None,
         )
-
-    def _check_part(
-        self, direction: Direction, key: str, entry: ManifestEntry, first_byte: int, end_byte: int
-    ) -> None:
-        nbytes = entry.extent.nbytes
-        assert 0 <= first_byte <= end_byte <= nbytes, f"{key}: outside its extent"
-        assert first_byte % self.alignment_nbytes == 0, f"{key}: begins between blocks"
-        # The engine pads a direct write with zeros, which must not reach valid bytes.
-        ends_whole = end_byte % self.alignment_nbytes == 0 or end_byte == nbytes
-        assert ends_whole or direction is Direction.READ, f"{key}: ends midway"
