@@ -227,8 +227,9 @@ def _remove_forgotten(folder: Path) -> None:
 
 
 def _has_locks(folder: Path) -> bool:
-    with tempfile.TemporaryFile(dir=folder) as own:
+    with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=folder) as own:
         return _lock(own.fileno())
+    return False  # full: the write that follows will say so
 
 
 def _lock(fd: int) -> bool:
