@@ -171,6 +171,6 @@ void nvs_digest_pieces(const nvs_piece *pieces, size_t piece_count, uint64_t *di
 void nvs_split_master(const void *master, void *parameter, void *rest, uint8_t *carries,
                       size_t numel);
 
-/* The master that was split: bit for bit, but that of a NaN only upper half and sign are lost. */
+/* The master that was split, bit for bit; a NaN as another NaN, its upper half being 0xffff. */
 void nvs_join_master(const void *parameter, const void *rest, const uint8_t *carries, void *master,
                      size_t numel);

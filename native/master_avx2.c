@@ -16,22 +16,22 @@ static void store(uint8_t *memory, __m256i vector)
     _mm256_storeu_si256((__m256i *)memory, vector);
 }
 
-/* AVX2 packs two vectors lane by lane: quarters 0 and 2 of the result are the first one's. */
-static __m256i in_order(__m256i packed)
+/* Lanes that lie 32 bytes apart, since what joins two vectors works lane by lane. */
+static __m256i load_lanes(const uint8_t *memory)
 {
-    return _mm256_permute4x64_epi64(packed, _MM_SHUFFLE(3, 1, 2, 0));
+    return _mm256_loadu2_m128i((const __m128i *)(memory + 32), (const __m128i *)memory);
 }
 
 /* 16 elements; returns the carries, all bits of an element's 16 or none. */
 static inline __m256i split_vector(const uint8_t *master, uint8_t *parameter, uint8_t *rest)
 {
     __m256i zero = _mm256_setzero_si256();
-    __m256i lower_mask = _mm256_set1_epi32(0xffff);
-    __m256i first = load(master), second = load(master + 32);
-    __m256i lower = in_order(_mm256_packus_epi32(_mm256_and_si256(first, lower_mask),
-                                                 _mm256_and_si256(second, lower_mask)));
-    __m256i upper = in_order(_mm256_packus_epi32(_mm256_srli_epi32(first, 16),
-                                                 _mm256_srli_epi32(second, 16)));
+    __m256i lower_first = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
+    __m256i first = _mm256_shuffle_epi8(load_lanes(master), lower_first);
+    __m256i second = _mm256_shuffle_epi8(load_lanes(master + 16), lower_first);
+    __m256i lower = _mm256_unpacklo_epi64(first, second);
+    __m256i upper = _mm256_unpackhi_epi64(first, second);
 
     /* Rounded up: the lower half is above 0x8000, or at it under an odd upper one. Comparisons are
      * signed only, so the highest bit is turned over. */
@@ -58,7 +58,9 @@ size_t split_avx2(const void *master, void *parameter, void *rest, uint8_t *carr
     for (; i + 32 <= numel; i += 32) {
         __m256i first = split_vector(from + 4 * i, to + 2 * i, beside + 2 * i);
         __m256i second = split_vector(from + 4 * i + 64, to + 2 * i + 32, beside + 2 * i + 32);
-        int32_t bits = _mm256_movemask_epi8(in_order(_mm256_packs_epi16(first, second)));
+        __m256i packed = _mm256_packs_epi16(first, second); /* eights 0, 2, 1, 3 */
+        __m256i ordered = _mm256_permute4x64_epi64(packed, _MM_SHUFFLE(3, 1, 2, 0));
+        int32_t bits = _mm256_movemask_epi8(ordered);
         memcpy(carries + i / 8, &bits, 4);
     }
     return i;

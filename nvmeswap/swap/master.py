@@ -74,7 +74,7 @@ class MasterRest:
         _check(master, torch.float32)
         end = begin + master.numel()
         assert parameter.numel() == master.numel()
-        assert 0 <= begin and begin % 8 == 0
+        assert begin >= 0 and begin % 8 == 0
         assert end == self._numel or (end < self._numel and end % 8 == 0)
         start = self._memory.data_ptr()
         return start + 2 * begin, start + 2 * self._numel + begin // 8
