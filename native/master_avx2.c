@@ -80,8 +80,11 @@ size_t join_avx2(const void *parameter, const void *rest, const uint8_t *carries
         memcpy(&bits, carries + i / 8, 2);
         __m256i own = _mm256_and_si256(_mm256_set1_epi16(bits), own_bit);
         __m256i carry = _mm256_cmpeq_epi16(own, own_bit); /* -1, which is added */
-        __m256i upper = _mm256_add_epi16(load(from + 2 * i), carry);
-        __m256i lower = load(beside + 2 * i);
+        __m256i value = load(from + 2 * i);
+        __m256i is_zero = _mm256_cmpeq_epi16(_mm256_slli_epi16(value, 1), _mm256_setzero_si256());
+        __m256i is_stale = _mm256_and_si256(is_zero, carry);
+        __m256i upper = _mm256_add_epi16(value, _mm256_andnot_si256(is_stale, carry));
+        __m256i lower = _mm256_andnot_si256(is_stale, load(beside + 2 * i));
         __m256i even = _mm256_unpacklo_epi16(lower, upper); /* elements 0 to 3 and 8 to 11 */
         __m256i odd = _mm256_unpackhi_epi16(lower, upper);
         store(to + 4 * i, _mm256_permute2x128_si256(even, odd, 0x20));

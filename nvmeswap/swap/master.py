@@ -26,7 +26,9 @@ class MasterRest:
     makes of contiguous memory with AVX2 or AVX-512 (elsewhere 0x7fc0). All else equals torch.
 
     A rest is of use with the very parameter that was split beside it: whoever writes a parameter
-    from elsewhere also calls `clear`, or splits the master again.
+    from elsewhere also calls `clear`, or splits the master again. If that is forgotten (torch can't
+    tell of writes through `parameter.data`), a zero is a zero and any other value a master that
+    rounds to it.
 
     Args: `memory` uint8, flat, on the host, `nbytes_for(numel)` bytes, at any address; it is not
     written before `clear` or `split`.

@@ -195,3 +195,20 @@ def test_memory_of_another_kind_is_our_bug(wrong: str) -> None:
         master = torch.ones(128)[::2]
     with pytest.raises(AssertionError):
         MasterRest(torch.zeros(nbytes, dtype=torch.uint8), 64).split(0, master, parameter)
+
+
+def test_parameter_that_others_wrote_is_never_far_from_its_master() -> None:
+    """A write through `.data` is not seen; the master must still round to what was written."""
+    numel = 1 << 12
+    masters = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    memory = torch.empty(MasterRest.nbytes_for(numel), dtype=torch.uint8)
+    rest, parameter = MasterRest(memory, numel), torch.empty(numel, dtype=torch.bfloat16)
+    rest.split(0, masters, parameter)
+    for value in (0.0, -0.0, 1.0, -3.5, 1e-30, 7.8125e-3):
+        for begin in (0, numel - 8):  # vectors, and what is left of them
+            count = numel - begin
+            written = torch.full((count,), value, dtype=torch.bfloat16)
+            out = torch.full((count,), torch.nan)
+            rest.join(begin, written, out)
+            far = (out - written.float()).abs().max()
+            assert bool(out.isfinite().all()) and float(far) <= abs(value) * 2**-8 + 1e-40
