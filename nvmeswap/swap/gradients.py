@@ -46,7 +46,8 @@ class HostGradients:
             self._gradients[key] = host
         else:
             self._gradients[key] = flat
-        if self._norm_type is not None and flat.numel():  # while it is in the cache, or still on the GPU
+        if self._norm_type is not None and flat.numel():
+            # While it is in the cache, or still on the GPU.
             newest = flat if held is None else held
             self._norms[key] = torch.linalg.vector_norm(newest, self._norm_type)
 

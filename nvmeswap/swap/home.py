@@ -47,8 +47,8 @@ class ParameterHome(Protocol):
         """Make `values` its elements from `start` on; they stay unchanged until the returned
         requests are done."""
 
-    def state_like(self, parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-        """A flat state in the shape that a state_dict shows."""
+    def shape(self, parameter: torch.Tensor) -> torch.Size:
+        """Of its states, as a state_dict shows them."""
 
     def before_step(self) -> None:
         """Called first in each new step; raises if the gradients are not to be used."""
@@ -121,8 +121,8 @@ class ResidentHome:
         parameter.detach().view(-1)[start : start + values.numel()].copy_(values)
         return []
 
-    def state_like(self, parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-        return flat.view(parameter.shape)
+    def shape(self, parameter: torch.Tensor) -> torch.Size:
+        return parameter.shape
 
     def before_step(self) -> None: ...
 

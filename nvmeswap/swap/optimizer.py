@@ -33,7 +33,7 @@ OPTIMIZER_FILE = "optimizer.swp"
 DEFAULT_BUFFER_COUNT = 3
 # True if the visit changed what is in the slot.
 Visit = Callable[[SubGroup], bool]
-# Waits until a sub-group may be visited, or until the second argument says that the walk is to stop.
+# Waits until a sub-group may be visited, or the second argument says that the walk is to stop.
 Ready = Callable[[SubGroup, Callable[[], bool]], None]
 
 
@@ -247,12 +247,12 @@ class PipelinedOptimizerSwapper:
 
     # --- outside a step -----------------------------------------------------------------------
 
-    def initialise(self, visit: Visit, groups: Sequence[int] | None = None) -> None:
-        """Let `visit` write the first masters of every sub-group (or those of `groups`), one after
-        the other; the rest of the state counts as never written."""
+    def initialise(self, visit: Visit, indices: Iterable[int] | None = None) -> None:
+        """Let `visit` write the first masters of every sub-group (or of those), one after the
+        other; the rest of the state counts as never written."""
 
         def fill() -> None:
-            for group in self._groups if groups is None else [self._groups[i] for i in groups]:
+            for group in self._groups if indices is None else [self._groups[i] for i in indices]:
                 self._traffic.bring_in(group)
                 if self._visit(group, visit):
                     self._traffic.write_back(group, group.layout.masters_nbytes)
@@ -260,22 +260,25 @@ class PipelinedOptimizerSwapper:
 
         self._worker.call(fill)
 
-    def each_segment(
-        self, key: str, use: Callable[[SubGroup, Segment], None], *, changes: bool
-    ) -> None:
-        """Call `use` for each segment of a shard, with its sub-group in memory; what it changes is
-        written back. Waits for the disk."""
+    def look_at(self, keys: Collection[str], look: Callable[[SubGroup], None]) -> None:
+        """Call `look` for each sub-group that has to do with any of these shards, in memory."""
 
         def go() -> None:
-            for group, segment in self._pieces.get(key, ()):
+            for group in self.groups_of(keys):
                 self._traffic.bring_in(group)
-                if changes:
-                    group.move(ShardState.DIRTY)
-                use(group, segment)
-                if changes:
+                look(group)
+
+        self._worker.call(go)
+
+    def change(self, keys: Collection[str], visit: Visit) -> None:
+        """As `walk`, outside a step and in order."""
+
+        def go() -> None:
+            for group in self.groups_of(keys):
+                self._traffic.bring_in(group)
+                if self._visit(group, visit):
                     self._traffic.write_back(group)
-            if changes:
-                self._traffic.flush()
+            self._traffic.flush()
 
         self._worker.call(go)
 

@@ -37,7 +37,8 @@ class OverlapSettings:
     clip_norm: float | None = None
 
     def __post_init__(self) -> None:
-        if self.gradient_accumulation_steps < 1 or not (self.clip_norm is None or self.clip_norm > 0):
+        clips = self.clip_norm is not None
+        if self.gradient_accumulation_steps < 1 or (clips and not float(self.clip_norm or 0) > 0):
             raise SwapConfigError(
                 f"{self} makes no sense",
                 key="overlap",
@@ -54,7 +55,10 @@ class BackwardOverlap:
     """
 
     def __init__(
-        self, optimizer: SwappedOptimizer, settings: OverlapSettings, parameters: Iterable[torch.Tensor]
+        self,
+        optimizer: SwappedOptimizer,
+        settings: OverlapSettings,
+        parameters: Iterable[torch.Tensor],
     ) -> None:
         self._optimizer = optimizer
         self._settings = settings

@@ -10,7 +10,7 @@ import itertools
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nvmeswap.config import AioConfig, SwapBlock
@@ -47,7 +47,7 @@ class PoolRequest:
         if not self.shrinks:
             return self
         least = [SlotClass(e.nbytes, min(e.count, self.least_count)) for e in self.classes]
-        return PoolRequest(least, True, self.least_count)
+        return replace(self, classes=least)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ def fit(
         pin_memory=pin_memory,
         what="swap buffers (" + ", ".join(pools) + ")",
     )
-    return {name: PoolRequest(classes, pools[name].shrinks, pools[name].least_count) for name, classes in fitted.items()}
+    return {name: replace(pools[name], classes=classes) for name, classes in fitted.items()}
 
 
 def new_run_name() -> str:

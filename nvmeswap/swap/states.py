@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from nvmeswap.errors import SwapManifestError, SwapUsageError
 from nvmeswap.store.store import StoreRequest
@@ -13,6 +15,20 @@ from nvmeswap.swap.home import ParameterHome
 from nvmeswap.swap.optimizer import PipelinedOptimizerSwapper
 from nvmeswap.swap.sub_group import MASTER, STATE_DTYPE, MasterForm, Segment
 from nvmeswap.swap.traffic import SubGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A flat state to be loaded: `read(start, stop)` gives those elements, any dtype and device."""
+
+    numel: int
+    read: Callable[[int, int], Tensor]
+
+    @classmethod
+    def of(cls, values: Tensor) -> Source:
+        """From a tensor of any shape."""
+        flat = values.detach().reshape(-1)
+        return cls(flat.numel(), lambda start, stop: flat[start:stop])
 
 
 class OptimizerStates:
@@ -26,7 +42,7 @@ class OptimizerStates:
         self,
         swapper: PipelinedOptimizerSwapper,
         home: ParameterHome,
-        by_key: Mapping[str, torch.Tensor],
+        by_key: Mapping[str, Tensor],
     ) -> None:
         self._swapper = swapper
         self._home = home
@@ -64,66 +80,93 @@ class OptimizerStates:
         item = self._item(key)
         return item.states if item.master is MasterForm.IN_PLACE else (MASTER, *item.states)
 
-    def read(self, key: str, name: str) -> torch.Tensor:
+    def dtype(self, key: str, name: str) -> torch.dtype:
+        """Of a state or a master."""
+        return STATE_DTYPE if name == MASTER else self._item(key).state_dtype
+
+    def read(self, key: str, name: str) -> Tensor:
         """A copy of a state, or of the master (fp32), flat, in host memory."""
         item = self._item(key)
         self._check_name(key, name)
-        dtype = STATE_DTYPE if name == MASTER else item.state_dtype
-        out = torch.empty(item.numel, dtype=dtype)
+        out = torch.empty(item.numel, dtype=self.dtype(key, name))
 
-        def copy(group: SubGroup, segment: Segment) -> None:
-            out[segment.start : segment.stop].copy_(self._values(group, segment, name))
+        def copy(group: SubGroup) -> None:
+            for segment in group.layout.segments:
+                if segment.key == key:
+                    values = self._values(group, segment, name)
+                    out[segment.start : segment.stop].copy_(values)
 
-        self._swapper.each_segment(key, copy, changes=False)
+        self._swapper.look_at([key], copy)
         return out
 
-    def write(self, key: str, values: Mapping[str, torch.Tensor]) -> None:
-        """Replace states, and the master and with it the parameter, from flat or shaped tensors of
-        any dtype and device."""
-        for name, value in values.items():
-            self._check_name(key, name)
-            self._check_numel(key, name, value)
-        flat = {name: value.detach().reshape(-1) for name, value in values.items()}
+    def stream(self, keys: Collection[str], take: Callable[[str, str, int, Tensor], None]) -> None:
+        """Give all that is to be saved to `take`(key, name, start, values), piece by piece, in the
+        order in which it is stored; `values` are valid in the call only."""
 
-        def replace(group: SubGroup, segment: Segment) -> None:
-            for name, value in flat.items():
-                piece = value[segment.start : segment.stop]
-                if name == MASTER:
-                    self._replace_master(group, segment, piece)
-                else:
-                    segment.state(group.memory, name).copy_(piece)
+        def give(group: SubGroup) -> None:
+            for segment in group.layout.segments:
+                if segment.key in keys:
+                    for name in self.names(segment.key):
+                        values = self._values(group, segment, name)
+                        take(segment.key, name, segment.start, values)
 
-        self._swapper.each_segment(key, replace, changes=True)
+        self._swapper.look_at(keys, give)
+
+    def write(self, values: Mapping[str, Mapping[str, Source]]) -> None:
+        """Replace states, and masters and with them the parameters, by key and name. Raises
+        SwapUsageError, SwapManifestError for what does not fit before anything has changed; what a
+        source raises, midway."""
+        for key, sources in values.items():
+            for name, source in sources.items():
+                self._check_name(key, name)
+                self.check_numel(key, name, source)
+
+        def replace(group: SubGroup) -> bool:
+            for segment in group.layout.segments:
+                for name, source in values.get(segment.key, {}).items():
+                    piece = source.read(segment.start, segment.stop)
+                    if name == MASTER:
+                        self._replace_master(group, segment, piece)
+                    else:
+                        segment.state(group.memory, name).copy_(piece)
+            return True
+
+        self._swapper.change([key for key, sources in values.items() if sources], replace)
 
     def sort_out(
-        self, loaded: Mapping[str, Mapping[str, Any]]
-    ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, dict[str, Any]]]:
-        """States and scalars of a state_dict, by key; masters that are missing are the parameters.
-        Raises SwapManifestError for what does not fit."""
-        states: dict[str, dict[str, torch.Tensor]] = {}
-        scalars: dict[str, dict[str, Any]] = {}
-        for key, state in loaded.items():
-            item = self._item(key)
-            dense = {name: state[name] for name in (MASTER, *item.states) if name in state}
-            for name, value in dense.items():
-                self._check_numel(key, name, value)
-            missing = [name for name in item.states if state and name not in state]
-            if missing:
-                raise SwapManifestError(
-                    f"{key}: the state to be loaded has no {missing[0]}",
-                    field=missing[0],
-                    fix="load what the same optimizer with the same options saved",
-                )
+        self, key: str, state: Mapping[str, Source | Any]
+    ) -> tuple[dict[str, Source], dict[str, Any]]:
+        """The dense part of a saved state, and the scalars; a master that is missing is the
+        parameter. Raises SwapManifestError for what does not fit."""
+        item = self._item(key)
+        known = (MASTER, *item.states)
+        dense = {name: state[name] for name in known if name in state}
+        for name, source in dense.items():
+            self.check_numel(key, name, source)
+        missing = [name for name in item.states if state and name not in state]
+        if missing:
+            raise SwapManifestError(
+                f"{key}: the state to be loaded has no {missing[0]}",
+                field=missing[0],
+                fix="load what the same optimizer with the same options saved",
+            )
+        if item.master is MasterForm.IN_PLACE:
+            dense.pop(MASTER, None)
+        elif MASTER not in dense:
             values = self._home.initial_values(self._by_key[key])
-            if MASTER not in dense and item.master is not MasterForm.IN_PLACE and values is not None:
-                dense[MASTER] = values
-            states[key] = dense
-            scalars[key] = {
-                name: value.clone() if isinstance(value, torch.Tensor) else value
-                for name, value in state.items()
-                if name not in dense and name != MASTER
-            }
-        return states, scalars
+            if values is not None:
+                dense[MASTER] = Source.of(values)
+        return dense, {name: value for name, value in state.items() if name not in known}
+
+    def check_numel(self, key: str, name: str, source: Source) -> None:
+        """Raise SwapManifestError if a state to be loaded has another size."""
+        numel = self._item(key).numel
+        if source.numel != numel:
+            raise SwapManifestError(
+                f"{key}: the {name} to be loaded has {source.numel} elements, not {numel}",
+                field="shape",
+                fix="load the state of a model of the same shape (and number of ranks)",
+            )
 
     # --- how ----------------------------------------------------------------------------------
 
@@ -137,16 +180,7 @@ class OptimizerStates:
                 f"{key} has no state called {name}", fix=f"it has {', '.join(self.names(key))}"
             )
 
-    def _check_numel(self, key: str, name: str, value: torch.Tensor) -> None:
-        numel = self._item(key).numel
-        if value.numel() != numel:
-            raise SwapManifestError(
-                f"{key}: the {name} to be loaded has {value.numel()} elements, not {numel}",
-                field="shape",
-                fix="load the state of a model of the same shape (and number of ranks)",
-            )
-
-    def _values(self, group: SubGroup, segment: Segment, name: str) -> torch.Tensor:
+    def _values(self, group: SubGroup, segment: Segment, name: str) -> Tensor:
         if name != MASTER:
             return segment.state(group.memory, name)
         if segment.item.master is MasterForm.WHOLE:
@@ -158,7 +192,7 @@ class OptimizerStates:
         segment.rest(group.memory).join(0, here, master)
         return master
 
-    def _replace_master(self, group: SubGroup, segment: Segment, values: torch.Tensor) -> None:
+    def _replace_master(self, group: SubGroup, segment: Segment, values: Tensor) -> None:
         exact = values.to("cpu", STATE_DTYPE)
         if segment.item.master is MasterForm.IN_PLACE:
             self._place(group, segment).copy_(exact)
@@ -175,7 +209,7 @@ class OptimizerStates:
         if self._home.in_place(self._by_key[segment.key]) is None:
             self.publish_with(group, segment)
 
-    def _place(self, group: SubGroup, segment: Segment) -> torch.Tensor:
+    def _place(self, group: SubGroup, segment: Segment) -> Tensor:
         """Where the parameter's own elements are: its memory, or the slot."""
         whole = self._home.in_place(self._by_key[segment.key])
         if whole is not None:

@@ -19,8 +19,9 @@ from nvmeswap.swap.optimizer import DEFAULT_BUFFER_COUNT, PipelinedOptimizerSwap
 from nvmeswap.swap.overlap import BackwardOverlap, OverlapSettings
 from nvmeswap.swap.sizing import Sizing, open_space
 from nvmeswap.swap.space import SwapSpace
+from nvmeswap.swap.stateful import StatefulOptimizer
 from nvmeswap.swap.states import OptimizerStates
-from nvmeswap.swap.sub_group import MASTER, STATE_DTYPE, StateItem, SubGroupLayout
+from nvmeswap.swap.sub_group import STATE_DTYPE, StateItem, SubGroupLayout
 from nvmeswap.swap.traffic import SubGroup
 from nvmeswap.swap.update import Turn, update_segment
 from nvmeswap.swap.worker import Job
@@ -52,7 +53,7 @@ class Step:
     walked: bool = False
 
 
-class SwappedOptimizer(Optimizer):
+class SwappedOptimizer(StatefulOptimizer):
     """`optimizer_class`, whose state lives on NVMe and is in memory only while it is updated.
 
         optimizer = SwappedOptimizer(
@@ -65,16 +66,16 @@ class SwappedOptimizer(Optimizer):
 
     It is for optimizers that treat each element alone and keep states of the parameter's shape
     (AdamW, Adam, SGD, Adagrad, RMSprop, Lion, ...); others are refused by name. fp32 parameters get
-    the values, bit for bit, of `optimizer_class(params, fused=True, ...)` (without `fused` where the
-    class has none, and as you say where you say it); bf16 and fp16 ones those of fp32 masters that
-    are updated so, rounded. It can be used wherever torch takes an optimizer.
+    the values, bit for bit, of `optimizer_class(params, fused=True, ...)` (without `fused` where
+    the class has none, and as you say where you say it); bf16 and fp16 ones those of fp32 masters
+    that are updated so, rounded. It can be used wherever torch takes an optimizer.
 
     Args: `options` as the class takes them; `nvme_path`, an existing folder, or one on each of
     several drives; `sub_group_size`, the most elements read, updated and written together (None:
     from the budget); `buffer_count`, how many of those the pipeline has in memory (3 overlap
     reading, updating and writing); `ratio`, the share of sub-groups that is swapped, the rest stays
-    in memory, as does what `swap.host_memory_nbytes` leaves room for; `state_dtype`, bfloat16 halves
-    the states and is NOT exact; `update_thread_count`, of torch's threads for the update;
+    in memory, as does what `swap.host_memory_nbytes` leaves room for; `state_dtype`, bfloat16
+    halves the states and is NOT exact; `update_thread_count`, of torch's threads for the update;
     `overlap`, updates during backward; `pin_memory`, page-lock the memory; `swap` and `aio`, as in
     the JSON.
     Raises: SwapPathError, SwapBudgetError, SwapSpaceError on construction, SwapUsageError for an
@@ -86,7 +87,6 @@ class SwappedOptimizer(Optimizer):
     """
 
     _space: SwapSpace | None
-    _swapper: PipelinedOptimizerSwapper | None
     _overlap: BackwardOverlap | None
     _step: Step | None
 
@@ -159,26 +159,12 @@ class SwappedOptimizer(Optimizer):
         self._swapper = None
         self._overlap = None
         self._step = None
-        # Parameters that have been updated: those with states. (The class may have no step count.)
-        self._started: set[str] = set()
+        self._started = set()
         self._scales: dict[str, torch.Tensor] = {}  # of gradients, in the next step
         super().__init__(params, dict(self._rule.defaults))
-        self._by_key: dict[str, torch.Tensor] = {}
-        self._owned: set[torch.Tensor] = set()
+        self._by_key = {}
+        self._owned = set()
         self._own(self._trained())
-
-    def _own(self, parameters: Iterable[torch.Tensor]) -> None:
-        for parameter in parameters:
-            self._by_key[self._home.key_of(parameter)] = parameter
-            self._owned.add(parameter)
-
-    def key_of(self, parameter: torch.Tensor) -> str:
-        """The name that its states are stored under."""
-        return self._home.key_of(parameter)
-
-    def parameter(self, key: str) -> torch.Tensor:
-        """The parameter of that name."""
-        return self._by_key[key]
 
     def items(self, first_group: int = 0) -> list[StateItem]:
         """What is to be laid out: all parameters that require gradients, in the order of the
@@ -349,8 +335,7 @@ class SwappedOptimizer(Optimizer):
         if swapper is None:
             super().add_param_group(param_group)  # the constructor's
             return
-        if self._step is not None:
-            raise SwapUsageError("a step is unfinished", fix="call step() again first")
+        self._refuse_in_a_step()
         first_group = len(self.param_groups)
         super().add_param_group(param_group)
         try:
@@ -379,77 +364,7 @@ class SwappedOptimizer(Optimizer):
             self._by_key.values(), max_norm, norm_type, error_if_nonfinite
         )
 
-    # --- state --------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """As the plain optimizer's, and `master` where a parameter has one, all read into host
-        memory. `save` streams it to a file instead."""
-        self._refuse_in_a_step()
-        packed = super().state_dict()  # the scalars
-        state = {index: dict(scalars) for index, scalars in packed["state"].items()}
-        for index, parameter in self._numbered():
-            key = self._home.key_of(parameter)
-            if key in self._started:
-                states = state.setdefault(index, {})
-                for name in self._states.names(key):
-                    states[name] = self._home.state_like(parameter, self._states.read(key, name))
-        return {**packed, "state": state}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, for what this, the plain optimizer or any other of ours saved. A parameter
-        without state begins anew; where the state has a master, the parameter gets its values, else
-        the master the parameter's. A step that is unfinished is forgotten.
-
-        Raises SwapManifestError, before anything is changed, for a state of another size.
-        """
-        swapper = self._attached()
-        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        loaded = {
-            self._home.key_of(parameter): state_dict["state"].get(index, {})
-            for parameter, index in zip(parameters, saved, strict=False)
-            if parameter in self._owned
-        }
-        states, scalars = self._states.sort_out(loaded)
-        bare = {**state_dict, "state": {}}
-        super().load_state_dict(bare)
-        if self._overlap is not None:
-            self._overlap.abandon()
-        self._step = None
-        self._started.clear()
-        self.state.clear()
-        for key, values in states.items():
-            self._states.write(key, values)
-            self.state[self._by_key[key]] = scalars[key]
-            if loaded[key]:
-                self._started.add(key)
-        self._home.forget_edits()
-        swapper.mend()
-
-    def read_state(self, parameter: torch.Tensor, name: str = MASTER) -> torch.Tensor:
-        """A copy of a parameter's exact fp32 value ("master"), or of one of its states, in its
-        shape; zeros where it was never updated."""
-        key = self._key_of(parameter)
-        if name != MASTER and key not in self._started:
-            return torch.zeros(parameter.shape, dtype=self._state_dtype)
-        return self._home.state_like(parameter, self._states.read(key, name))
-
-    def write_state(
-        self, parameter: torch.Tensor, values: torch.Tensor, name: str = MASTER
-    ) -> None:
-        """Replace a parameter's exact fp32 value (and with it the parameter), or one of its
-        states."""
-        key = self._key_of(parameter)
-        if name != MASTER and key not in self._started:
-            raise SwapUsageError(f"a parameter that was never updated has no {name}")
-        self._states.write(key, {name: values})
-        self._home.forget_edits()
-
-    def _key_of(self, parameter: torch.Tensor) -> str:
-        self._refuse_in_a_step()
-        if parameter not in self._owned:
-            raise SwapUsageError("that parameter is not one of this optimizer's")
-        return self._home.key_of(parameter)
+    # --- beyond torch -------------------------------------------------------------------------
 
     def _refuse_in_a_step(self) -> None:
         self._attached()
@@ -458,16 +373,11 @@ class SwappedOptimizer(Optimizer):
                 "a step is unfinished: its state is of two steps", fix="call step() again first"
             )
 
-    def _numbered(self) -> list[tuple[int, torch.Tensor]]:
-        """Parameters with the numbers that a state_dict knows them by."""
-        return list(enumerate(p for group in self.param_groups for p in group["params"]))
-
-    # --- beyond torch -------------------------------------------------------------------------
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise SwapUsageError(
-            "a swapped optimizer can't be copied or pickled", fix="save its state_dict()"
-        )
+    def _forget_step(self) -> None:
+        if self._overlap is not None:
+            self._overlap.abandon()
+        self._step = None
+        self._scales.clear()
 
     @property
     def step_is_unfinished(self) -> bool:
@@ -493,21 +403,6 @@ class SwappedOptimizer(Optimizer):
         space, self._space = self._space, None
         if space is not None:
             space.close()
-
-    @property
-    def swapper(self) -> PipelinedOptimizerSwapper:
-        """The state's swapper."""
-        return self._attached()
-
-    @property
-    def states(self) -> OptimizerStates:
-        """Masters and states by the parameters' keys."""
-        return self._states
-
-    def _attached(self) -> PipelinedOptimizerSwapper:
-        if self._swapper is None:
-            raise SwapUsageError("this optimizer is closed", fix="build a new one")
-        return self._swapper
 
     def _trained(self) -> list[torch.Tensor]:
         return [

@@ -24,7 +24,8 @@ WriteOutputs = Callable[[], list[StoreRequest]]
 
 class SubGroup(Resident):
     """One sub-group. `stored_nbytes`: how much of its extent was ever written, from its beginning:
-    nothing, its masters, or all. `owed`: what hands its new values to the parameters, until done."""
+    nothing, its masters, or all. `owed`: what hands its new values to the parameters, until that is
+    done."""
 
     __slots__ = ("in_ram", "index", "layout", "owed", "stored_nbytes")
 

@@ -1,8 +1,8 @@
 """The update of one segment by cache-sized pieces.
 
 A piece is made whole, updated and taken apart again while it is in the cache: gradients of another
-dtype are upcast, a split master is joined and split, and new parameter values are produced, piece by
-piece. Pieces begin at multiples of 16 elements from the beginning of the shard, where torch's
+dtype are upcast, a split master is joined and split, and new parameter values are produced, piece
+by piece. Pieces begin at multiples of 64 elements from the beginning of the shard, where torch's
 kernels give the same bits as one call over the whole tensor (their vector loops and remainder loops
 round differently).
 """
@@ -28,8 +28,8 @@ _Piece = tuple[int, torch.Tensor, Callable[[], object]]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One parameter's turn in a step. `gradient` is flat, in host memory, of any floating dtype, and
-    is multiplied by `scale` first, if there is one. `scalars`: its step count and the like from
+    """One parameter's turn in a step. `gradient` is flat, in host memory, of any floating dtype,
+    and is multiplied by `scale` first, if there is one. `scalars`: its step count and the like from
     before the step, None if it was never updated. `options`: those of its group. `edited`: its
     values, flat, if somebody else wrote to it since the last step."""
 

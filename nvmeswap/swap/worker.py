@@ -1,8 +1,8 @@
 """The thread that an optimizer's sub-groups belong to.
 
-All that touches them runs there, one job after the other, so that nothing needs a lock, backward can
-go on meanwhile, and Ctrl-C, which Python raises in the main thread only, never stops an update half
-way: it asks the job to stop, and the job does so between two sub-groups.
+All that touches them runs there, one job after the other, so that nothing needs a lock, backward
+can go on meanwhile, and Ctrl-C, which Python raises in the main thread only, never stops an update
+half way: it asks the job to stop, and the job does so between two sub-groups.
 """
 
 from __future__ import annotations

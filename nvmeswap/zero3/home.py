@@ -106,8 +106,8 @@ class ShardedHome:
         entry.local.view(-1)[start : start + values.numel()].copy_(values)
         return []
 
-    def state_like(self, parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-        return flat.view(self._entry(parameter).shape)
+    def shape(self, parameter: torch.Tensor) -> torch.Size:
+        return self._entry(parameter).shape
 
     def before_step(self) -> None:
         if self._pass is not PassState.WHOLE:

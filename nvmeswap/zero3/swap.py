@@ -12,6 +12,7 @@ from nvmeswap.io.probe import Drive
 from nvmeswap.stats import EngineStats, OptimizerStats, ParamStats, StoreStats
 from nvmeswap.swap.params import PartitionedParamSwapper
 from nvmeswap.swap.space import SwapSpace
+from nvmeswap.swap.states import Source
 from nvmeswap.swap.sub_group import MASTER
 from nvmeswap.zero3 import fsdp
 from nvmeswap.zero3.agreement import Agreement
@@ -114,7 +115,7 @@ class ZeroSwap:
         flat = values.detach().reshape(-1)
         self._shards.write(key, flat)
         if self._optimizer.swapper.item(key) is not None:
-            self._optimizer.states.write(key, {MASTER: flat})
+            self._optimizer.states.write({key: {MASTER: Source.of(flat)}})
         if not fsdp.in_backward():
             self._home.drop_gathered()
 

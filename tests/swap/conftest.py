@@ -79,7 +79,8 @@ class Bench:
         """Any SwappedOptimizer; `slot_count` above `buffer_count` keeps sub-groups in memory."""
         optimizer = SwappedOptimizer.over(optimizer_class, params, ResidentHome(), **options)
         layouts = optimizer.lay_out(sub_group_size)
-        pool = self.pool(PipelinedOptimizerSwapper.slot_classes(layouts, slot_count or buffer_count))
+        wanted = slot_count or buffer_count
+        pool = self.pool(PipelinedOptimizerSwapper.slot_classes(layouts, wanted))
         optimizer.attach(
             PipelinedOptimizerSwapper(
                 layouts, store=self.store, pool=pool, timeout_s=self.timeout_s,

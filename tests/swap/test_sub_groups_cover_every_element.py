@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nvmeswap.swap.master import MasterRest
@@ -23,6 +23,7 @@ STATE_DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 DTYPES = st.sampled_from([None, torch.bfloat16, torch.float16])
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 50_000), FORMS, STATE_DTYPES, DTYPES), max_size=12),
     st.integers(1, 100_000),
