@@ -141,7 +141,21 @@ class OffloadOptimizerConfig(Block):
         ),
     )
     ratio: float = Field(
-        default=1.0, description="Part of the state to offload. Only 1.0 is served."
+        default=1.0,
+        ge=0,
+        le=1,
+        description=(
+            "Part of the sub-groups that is swapped; the others stay in host memory, and the "
+            "weights are the same."
+        ),
+    )
+    cpuadam_cores_perc: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description=(
+            "Share of the cores that the update may use. Left out: as many as torch uses elsewhere."
+        ),
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 # What they tune is FSDP2's own, or the user's loop decides it.
 OFFLOAD_OPTIMIZER_IGNORED = frozenset(
     """
-    cpuadam_cores_perc fast_init pipeline_read pipeline_write
+    fast_init pipeline_read pipeline_write
     """.split()
 )
 ZERO_IGNORED = frozenset(

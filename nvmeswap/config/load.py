@@ -103,12 +103,6 @@ class Config(Block):
                 key="gradient_clipping",
                 fix="call optimizer.clip_grad_norm_(max_norm) between backward and step",
             )
-        if optimizer.ratio != 1.0:
-            raise SwapConfigError(
-                "only ratio 1.0 is served",
-                key="zero_optimization.offload_optimizer.ratio",
-                fix="leave the key out",
-            )
         for name, block in (("offload_param", param), ("offload_optimizer", optimizer)):
             if block.device is OffloadDevice.NVME:
                 check_folders(block.nvme_path, key=f"zero_optimization.{name}.nvme_path")

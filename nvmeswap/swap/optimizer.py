@@ -37,6 +37,11 @@ Visit = Callable[[SubGroup], bool]
 Ready = Callable[[SubGroup, Callable[[], bool]], None]
 
 
+def kept_count(layouts: Sequence[SubGroupLayout], ratio: float) -> int:
+    """How many sub-groups stay in memory where the share `ratio` is swapped (DeepSpeed's rule)."""
+    return len(layouts) - int(ratio * len(layouts))
+
+
 class PipelinedOptimizerSwapper:
     """Optimizer state of many shards, in host memory a few sub-groups at a time.
 
@@ -46,7 +51,8 @@ class PipelinedOptimizerSwapper:
         swapper.walk(visit, remaining)   # visit updates segment.state(sub_group.memory, name) ...
 
     Of the pool's slots `buffer_count` serve the pipeline; what is more keeps sub-groups in memory
-    for good, evenly spread over the walk. With `store=None` all of them are.
+    for good, evenly spread over the walk, all but the share `ratio` at least. With `store=None` all
+    of them are.
 
     Raises: SwapReadError or SwapWriteError naming the sub-group; after either, walking again goes
     on with the sub-groups that are left, and no update is lost or done twice.
@@ -63,11 +69,13 @@ class PipelinedOptimizerSwapper:
         pool: Pool | None,
         timeout_s: float,
         buffer_count: int = DEFAULT_BUFFER_COUNT,
+        ratio: float = 1.0,
         thread_count: int | None = None,
     ) -> None:
         assert pool is not None or not layouts
         self._store = store
         self._pool = pool
+        self._buffer_count = buffer_count
         self._groups: list[SubGroup] = []
         self._pieces: dict[str, list[tuple[SubGroup, Segment]]] = {}
         self._traffic = SubGroupTraffic(self._groups, store=store, pool=pool, timeout_s=timeout_s)
@@ -76,10 +84,13 @@ class PipelinedOptimizerSwapper:
         self._torn: str | None = None
         self._step_count = self._hit_count = 0
         self._step_s = self._stall_s = self._update_s = 0.0
-        spare = 0 if pool is None else pool.stats().slot_count - buffer_count
-        if store is None or 0 < spare >= len(layouts) - buffer_count:
-            spare = len(layouts)
-        self._add(layouts, in_ram_count=max(0, spare))
+        count, slot_count = len(layouts), 0 if pool is None else pool.stats().slot_count
+        kept = count if store is None else kept_count(layouts, ratio)
+        if kept < count <= slot_count and slot_count > buffer_count:
+            kept = count  # a budget with room for all
+        elif kept < count:
+            kept = min(max(kept, slot_count - buffer_count), max(0, slot_count - 1))
+        self._add(layouts, in_ram_count=kept)
 
     @staticmethod
     def lay_out(items: Sequence[StateItem], sub_group_numel: int) -> list[SubGroupLayout]:
@@ -113,7 +124,12 @@ class PipelinedOptimizerSwapper:
                 smallest_nbytes=largest,
                 fix="give all groups to the constructor",
             )
-        self._worker.call(lambda: self._add(layouts, in_ram_count=0))
+
+        def add() -> None:
+            self._add(layouts, in_ram_count=0)
+            self._make_room()
+
+        self._worker.call(add)
         return range(first, first + len(layouts))
 
     def _add(self, layouts: Sequence[SubGroupLayout], *, in_ram_count: int) -> None:
@@ -122,18 +138,34 @@ class PipelinedOptimizerSwapper:
         for i, layout in enumerate(layouts):
             stays = (i + 1) * in_ram_count // count > i * in_ram_count // count
             groups.append(SubGroup(first + i, layout, in_ram=stays))
-        specs = {
-            group.key: TensorSpec(torch.uint8, (group.layout.state_nbytes,), (1,))
-            for group in groups
-            if not group.in_ram
-        }
-        if specs:
-            assert self._store is not None
-            self._store.allocate_many(OPTIMIZER_FILE, specs)
+        self._allocate([group for group in groups if not group.in_ram])
         self._groups += groups
         for group in groups:
             for segment in group.layout.segments:
                 self._pieces.setdefault(segment.key, []).append((group, segment))
+
+    def _make_room(self) -> None:
+        """Where sub-groups in memory hold every slot, some of them are swapped from now on."""
+        assert self._pool is not None
+        in_ram = [group for group in self._groups if group.in_ram]
+        excess = len(in_ram) - max(0, self._pool.stats().slot_count - self._buffer_count)
+        demoted = in_ram[-excess:] if excess > 0 else []
+        self._allocate(demoted)
+        for group in demoted:
+            self._traffic.bring_in(group)
+            group.in_ram = False
+            group.move(ShardState.DIRTY)
+            self._traffic.write_back(group)
+        self._traffic.flush()
+
+    def _allocate(self, groups: Sequence[SubGroup]) -> None:
+        specs = {
+            group.key: TensorSpec(torch.uint8, (group.layout.state_nbytes,), (1,))
+            for group in groups
+        }
+        if specs:
+            assert self._store is not None
+            self._store.allocate_many(OPTIMIZER_FILE, specs)
 
     def item(self, key: str) -> StateItem | None:
         """How a shard is laid out; None for an empty or unknown one."""
@@ -234,6 +266,10 @@ class PipelinedOptimizerSwapper:
         if not changed:
             group.move(ShardState.CLEAN)
         return changed
+
+    def breathe(self) -> None:
+        """For visits, now and then: keeps the drive busy meanwhile."""
+        self._traffic.breathe()
 
     @staticmethod
     def written_with(group: SubGroup, write: WriteOutputs) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from nvmeswap.config import DEFAULT_SUB_GROUP_NUMEL, AioConfig, SwapBlock, check_folders
 from nvmeswap.errors import SwapConfigError
 from nvmeswap.memory.pool import SlotClass
-from nvmeswap.swap.optimizer import PipelinedOptimizerSwapper
+from nvmeswap.swap.optimizer import PipelinedOptimizerSwapper, kept_count
 from nvmeswap.swap.space import Placement, PoolRequest, SwapSpace, new_run_name
 from nvmeswap.swap.sub_group import (
     SEGMENT_GRAIN_NUMEL,
@@ -20,7 +20,7 @@ from nvmeswap.swap.sub_group import (
 )
 
 # Slots hold at least the smallest sub-group there can be, so that any group can be added later.
-_LEAST_SLOT_NBYTES = 128 << 10
+LEAST_SLOT_NBYTES = 128 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +60,30 @@ class Sizing:
             numel //= 2
         return numel
 
-    def pool_request(
-        self, layouts: Sequence[SubGroupLayout], budget_nbytes: int | None
-    ) -> PoolRequest:
-        """Slots: what `ratio` keeps in memory and the pipeline; with a budget, up to all."""
-        kept = len(layouts) - int(self.ratio * len(layouts))
-        wanted = len(layouts) if budget_nbytes is not None else kept + self.buffer_count
-        classes = [
-            SlotClass(max(each.nbytes, _LEAST_SLOT_NBYTES), each.count)
-            for each in PipelinedOptimizerSwapper.slot_classes(layouts, wanted)
-        ]
-        return PoolRequest(classes, least_count=min(kept + 1, max(1, len(layouts))))
+
+def pool_request(
+    layouts: Sequence[SubGroupLayout],
+    *,
+    buffer_count: int,
+    ratio: float,
+    budget_nbytes: int | None,
+) -> PoolRequest:
+    """Slots for what `ratio` keeps in memory and for the pipeline; where a budget is to be filled,
+    for all. Without them, one for a group that may come later."""
+    count = max(1, len(layouts))
+    kept = kept_count(layouts, ratio)
+    if layouts and kept == len(layouts):
+        return PoolRequest(PipelinedOptimizerSwapper.slot_classes(layouts, None), shrinks=False)
+    usual = min(count, kept + buffer_count)
+    classes = PipelinedOptimizerSwapper.slot_classes(
+        layouts, count if budget_nbytes is not None else usual
+    )
+    classes = [SlotClass(max(each.nbytes, LEAST_SLOT_NBYTES), each.count) for each in classes]
+    return PoolRequest(
+        classes or [SlotClass(LEAST_SLOT_NBYTES, buffer_count)],
+        least_count=min(count, kept + 1),
+        usual_count=usual,
+    )
 
 
 def open_space(
@@ -80,7 +93,14 @@ def open_space(
     folders = check_folders(sizing.nvme_path, key="nvme_path")
     return SwapSpace(
         Placement(folders, new_run_name()),
-        {"optimizer": sizing.pool_request(layouts, swap.host_memory_nbytes)},
+        {
+            "optimizer": pool_request(
+                layouts,
+                buffer_count=sizing.buffer_count,
+                ratio=sizing.ratio,
+                budget_nbytes=swap.host_memory_nbytes,
+            )
+        },
         swap=swap,
         aio=aio,
         pin_memory=sizing.pin_memory,

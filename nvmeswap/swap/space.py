@@ -32,15 +32,20 @@ _run_numbers = itertools.count()
 @dataclass(frozen=True, slots=True)
 class PoolRequest:
     """Slots that a swapper asks for. `shrinks`: `least_count` slots a class are enough to work
-    with."""
+    with. What is beyond `usual_count` (None: nothing) only uses memory that is left over."""
 
     classes: Sequence[SlotClass]
     shrinks: bool = True
     least_count: int = 1
+    usual_count: int | None = None
 
     @property
     def nbytes(self) -> int:
         return Pool.nbytes_needed(self.classes)
+
+    def is_spare(self, slots: SlotClass) -> bool:
+        """True if the last of these slots only uses what is left over."""
+        return self.usual_count is not None and slots.count > self.usual_count
 
     @property
     def smallest(self) -> PoolRequest:
@@ -173,14 +178,14 @@ def fit(
     smallest_nbytes = sum(request.smallest.nbytes for request in pools.values())
     while budget_nbytes is not None and total() > budget_nbytes:
         candidates = [
-            (each.nbytes * each.count, name, index)
+            (pools[name].is_spare(each), each.nbytes * each.count, name, index)
             for name, classes in fitted.items()
             for index, each in enumerate(classes)
             if pools[name].shrinks and each.count > pools[name].least_count
         ]
         if not candidates:
             break
-        _, name, index = max(candidates)
+        *_, name, index = max(candidates)
         each = fitted[name][index]
         fitted[name][index] = SlotClass(each.nbytes, each.count - 1)
     preflight(

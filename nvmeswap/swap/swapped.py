@@ -122,6 +122,7 @@ class SwappedOptimizer(StatefulOptimizer):
                 pool=self._space.pools["optimizer"],
                 timeout_s=self._space.timeout_s,
                 buffer_count=buffer_count,
+                ratio=ratio,
                 thread_count=update_thread_count,
             )
         )
@@ -284,7 +285,7 @@ class SwappedOptimizer(StatefulOptimizer):
         """Update what has a gradient in a sub-group that is in memory; True if anything has."""
         step = self._step
         assert step is not None
-        changed = False
+        changed, breathe = False, self._attached().breathe
         for segment in sub_group.layout.segments:
             turn = self._turn(step, segment.key)
             if turn is None:
@@ -292,7 +293,7 @@ class SwappedOptimizer(StatefulOptimizer):
             changed = True
             in_place = self._home.in_place(self._by_key[segment.key])
             step.after[segment.key] = update_segment(
-                self._rule, segment, sub_group.memory, in_place, turn
+                self._rule, segment, sub_group.memory, in_place, turn, breathe
             )
             if in_place is None:
                 self._states.publish_with(sub_group, segment)

@@ -46,8 +46,10 @@ def update_segment(
     memory: torch.Tensor,
     in_place: torch.Tensor | None,
     turn: Turn,
+    breathe: Callable[[], None],
 ) -> dict[str, Any]:
     """Update a segment whose sub-group lies in `memory`; returns the parameter's scalars after it.
+    `breathe` is called after each piece.
 
     `in_place`: the whole parameter's own memory, flat, where new values are to be made right there;
     else they are left in the segment's output, or in its master if that has the right dtype.
@@ -68,6 +70,7 @@ def update_segment(
             for name, state in states.items():
                 state[piece].copy_(exact[name])
         leave()
+        breathe()
     return scalars
 
 

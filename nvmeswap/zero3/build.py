@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from nvmeswap.memory.heap import release_freed_memory
 from nvmeswap.memory.pool import Pool
 from nvmeswap.swap.optimizer import PipelinedOptimizerSwapper
 from nvmeswap.swap.params import ParamPlacement, PartitionedParamSwapper
+from nvmeswap.swap.sizing import pool_request
 from nvmeswap.swap.space import Placement, PoolRequest, SwapSpace
 from nvmeswap.swap.sub_group import SubGroupLayout
 from nvmeswap.zero3 import fsdp
@@ -65,6 +67,8 @@ def swap_shards(
                 pool=space.pools["optimizer state"],
                 timeout_s=space.timeout_s,
                 buffer_count=zero.offload_optimizer.buffer_count,
+                ratio=zero.offload_optimizer.ratio,
+                thread_count=_thread_count(zero.offload_optimizer.cpuadam_cores_perc),
             )
         )
         home.gradients.use_memory(_gradient_memory(space.pools["gradients"], entries))
@@ -79,6 +83,11 @@ def swap_shards(
         raise
     release_freed_memory()
     return optimizer
+
+
+def _thread_count(share: float | None) -> int | None:
+    """Threads of the update, for a share of this process's cores."""
+    return None if share is None else max(1, int(share * len(os.sched_getaffinity(0))))
 
 
 def _write_parameters(
@@ -120,7 +129,6 @@ def _pools(
     placement = _placement(settings)
     swapped = [entry.spec for entry in entries if entry.swapped]
     on_nvme = zero.offload_optimizer.device is OffloadDevice.NVME
-    buffer_count = zero.offload_optimizer.buffer_count if on_nvme else None
     gradient_sizes = [
         entry.numel * entry.parameter.dtype.itemsize
         for entry in entries
@@ -128,8 +136,11 @@ def _pools(
     ]
     return {
         "parameters": PoolRequest(placement.slot_classes(swapped), shrinks=placement.on_nvme),
-        "optimizer state": PoolRequest(
-            PipelinedOptimizerSwapper.slot_classes(layouts, buffer_count), shrinks=on_nvme
+        "optimizer state": pool_request(
+            layouts,
+            buffer_count=zero.offload_optimizer.buffer_count,
+            ratio=zero.offload_optimizer.ratio if on_nvme else 0.0,
+            budget_nbytes=settings.nvmeswap.host_memory_nbytes,
         ),
         "gradients": PoolRequest(exact_slot_classes(gradient_sizes), shrinks=False),
     }
