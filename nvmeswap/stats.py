@@ -81,9 +81,10 @@ class ParamStats:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStats:
-    """Optimizer steps. `stall_s` is time in `step()` spent waiting for the disk, `update_s` time
-    spent computing; `hit_count` counts sub-groups found in RAM, `in_ram_count` of them stay there;
-    `read_nbytes` and `write_nbytes` of state went from and to NVMe."""
+    """Optimizer steps. `step_s` is the time they took, also behind backward, but for waiting for
+    gradients; of it `stall_s` was spent waiting for the disk, `update_s` computing. `hit_count`
+    counts sub-groups found in RAM, `in_ram_count` of them stay there; `read_nbytes` and
+    `write_nbytes` of state went from and to NVMe."""
 
     sub_group_count: int
     in_ram_count: int

@@ -234,12 +234,14 @@ class PipelinedOptimizerSwapper:
             self._hit_count += group.state in (ShardState.CLEAN, ShardState.WRITING)
             traffic.bring_in(group)
             traffic.read_ahead()
+            computing = time.perf_counter()
+            self._stall_s += computing - waited
             if ready is not None:
                 ready(group, lambda: job.stop_asked)
                 if job.stop_asked:
                     break
-            computing = time.perf_counter()
-            self._stall_s += computing - waited
+                began += time.perf_counter() - computing
+                computing = time.perf_counter()
             changed = self._visit(group, visit)
             remaining.pop(0)
             self._update_s += time.perf_counter() - computing

@@ -83,8 +83,9 @@ class BackwardOverlap:
         for parameter in parameters:
             self._hooks.append(parameter.register_post_accumulate_grad_hook(self._arrived))
 
-    def finish(self) -> None:
-        """No more gradients will come: wait for the walk; raises what went wrong in it."""
+    def finish(self) -> bool:
+        """No more gradients will come: wait for the walk; raises what went wrong in it. False if
+        there is none."""
         with self._changed:
             self._all_final = True
             self._changed.notify_all()
@@ -92,6 +93,7 @@ class BackwardOverlap:
         if job is not None:
             job.wait()
         self.abandon()
+        return job is not None
 
     def abandon(self) -> None:
         """Forget the step; wait until its walk has stopped."""

@@ -23,7 +23,7 @@ from nvmeswap.swap.stateful import StatefulOptimizer
 from nvmeswap.swap.states import OptimizerStates
 from nvmeswap.swap.sub_group import STATE_DTYPE, StateItem, SubGroupLayout
 from nvmeswap.swap.traffic import SubGroup
-from nvmeswap.swap.update import Turn, update_segment
+from nvmeswap.swap.update import Scratch, Turn, update_segment
 from nvmeswap.swap.worker import Job
 
 _Optimizer = TypeVar("_Optimizer", bound="SwappedOptimizer")
@@ -161,6 +161,7 @@ class SwappedOptimizer(StatefulOptimizer):
         self._overlap = None
         self._step = None
         self._started = set()
+        self._scratch = Scratch()
         self._scales: dict[str, torch.Tensor] = {}  # of gradients, in the next step
         super().__init__(params, dict(self._rule.defaults))
         self._by_key = {}
@@ -204,13 +205,13 @@ class SwappedOptimizer(StatefulOptimizer):
         swapper, overlap = self._attached(), self._overlap
         error = None
         try:
-            if overlap is not None:
-                overlap.finish()
+            walked = overlap is not None and overlap.finish()
             if self._step is None:
                 self._begin_step(swapper)
-            elif not self._step.walked:
+            elif not (self._step.walked or walked):
                 self._refuse_lost_gradients(swapper, self._step)
             assert self._step is not None
+            self._step.walked |= walked
             if not self._step.walked:
                 swapper.walk(self._visit, self._step.remaining)
                 self._step.walked = True
@@ -293,7 +294,7 @@ class SwappedOptimizer(StatefulOptimizer):
             changed = True
             in_place = self._home.in_place(self._by_key[segment.key])
             step.after[segment.key] = update_segment(
-                self._rule, segment, sub_group.memory, in_place, turn, breathe
+                self._rule, segment, sub_group.memory, in_place, turn, self._scratch, breathe
             )
             if in_place is None:
                 self._states.publish_with(sub_group, segment)

@@ -40,12 +40,32 @@ class Turn:
     edited: torch.Tensor | None
 
 
+class Scratch:
+    """Memory for one piece, made when it is first needed and kept: so it stays in the cache."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[str, torch.Tensor] = {}
+
+    def piece(self, name: str, numel: int) -> torch.Tensor:
+        """fp32, flat [numel], contents undefined."""
+        if name not in self._pieces:
+            self._pieces[name] = torch.empty(PIECE_NUMEL, dtype=STATE_DTYPE)
+        return self._pieces[name][:numel]
+
+    def upcast(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        """`values` in fp32: themselves, or a copy."""
+        if values.dtype is STATE_DTYPE:
+            return values
+        return self.piece(name, values.numel()).copy_(values)
+
+
 def update_segment(
     rule: ElementwiseOptimizer,
     segment: Segment,
     memory: torch.Tensor,
     in_place: torch.Tensor | None,
     turn: Turn,
+    scratch: Scratch,
     breathe: Callable[[], None],
 ) -> dict[str, Any]:
     """Update a segment whose sub-group lies in `memory`; returns the parameter's scalars after it.
@@ -57,14 +77,14 @@ def update_segment(
     scalars: dict[str, Any] = {}
     states = {name: segment.state(memory, name) for name in segment.item.states}
     gradient = turn.gradient[segment.start : segment.stop]
-    for begin, master, leave in _masters(segment, memory, in_place, turn):
+    for begin, master, leave in _masters(segment, memory, in_place, turn, scratch):
         piece = slice(begin, begin + master.numel())
-        upcast = gradient[piece]
+        scaled = gradient[piece]
         if turn.scale is not None:
-            upcast = upcast * turn.scale.to(upcast.dtype)
-        exact = {name: state[piece].to(STATE_DTYPE) for name, state in states.items()}
+            scaled = scaled * turn.scale.to(scaled.dtype)
+        exact = {name: scratch.upcast(name, state[piece]) for name, state in states.items()}
         scalars = rule.update(
-            master, upcast.to(STATE_DTYPE), exact, turn.scalars, turn.options
+            master, scratch.upcast("gradient", scaled), exact, turn.scalars, turn.options
         )
         if segment.item.state_dtype is not STATE_DTYPE:
             for name, state in states.items():
@@ -75,7 +95,11 @@ def update_segment(
 
 
 def _masters(
-    segment: Segment, memory: torch.Tensor, in_place: torch.Tensor | None, turn: Turn
+    segment: Segment,
+    memory: torch.Tensor,
+    in_place: torch.Tensor | None,
+    turn: Turn,
+    scratch: Scratch,
 ) -> Iterator[_Piece]:
     """The fp32 masters piece by piece."""
     form = segment.item.master
@@ -84,7 +108,7 @@ def _masters(
     if form is MasterForm.SPLIT:
         halves = output if here is None else here
         assert halves is not None
-        yield from _joined(segment, memory, halves, turn)
+        yield from _joined(segment, memory, halves, turn, scratch)
         return
     if form is MasterForm.IN_PLACE:
         assert here is not None
@@ -106,15 +130,18 @@ def _copy_to(output: torch.Tensor | None, master: torch.Tensor) -> Callable[[], 
 
 
 def _joined(
-    segment: Segment, memory: torch.Tensor, halves: torch.Tensor, turn: Turn
+    segment: Segment,
+    memory: torch.Tensor,
+    halves: torch.Tensor,
+    turn: Turn,
+    scratch: Scratch,
 ) -> Iterator[_Piece]:
     rest = segment.rest(memory)
     if turn.edited is not None:
         rest.clear()  # the parameter's value is all that counts
-    scratch = torch.empty(min(PIECE_NUMEL, segment.numel), dtype=STATE_DTYPE)
     for begin in range(0, segment.numel, PIECE_NUMEL):
         half = halves[begin : begin + PIECE_NUMEL]
-        master = scratch[: half.numel()]
+        master = scratch.piece("master", half.numel())
         rest.join(begin, half, master)
 
         yield begin, master, partial(rest.split, begin, master, half)
