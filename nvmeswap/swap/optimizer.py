@@ -30,7 +30,7 @@ from nvmeswap.swap.traffic import SubGroup, SubGroupTraffic, WriteOutputs
 from nvmeswap.swap.worker import Job, Worker
 
 OPTIMIZER_FILE = "optimizer.swp"
-DEFAULT_BUFFER_COUNT = 3
+DEFAULT_BUFFER_COUNT = 4
 # True if the visit changed what is in the slot.
 Visit = Callable[[SubGroup], bool]
 # Waits until a sub-group may be visited, or the second argument says that the walk is to stop.
