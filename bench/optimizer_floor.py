@@ -1,0 +1,93 @@
+"""What no optimizer step can beat here: its arithmetic alone, and fio moving its bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from fio import Fio, Job
+from large import BLOCK_NBYTES, FIO_ENGINES, QUEUE_DEPTH
+from report import Samples
+
+from nvmeswap.cli.bench.trial import TrialFile
+from nvmeswap.cli.bench.usage import Stopwatch, Usage
+from nvmeswap.io.probe import FolderProbe, probe_folder
+from nvmeswap.swap.pieces import AdamWOptions, adamw_update
+
+_OPTIONS = AdamWOptions(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01,
+                        maximize=False)
+_ROUND_NUMEL = 32 << 20  # 384 MiB of state: far beyond any cache
+
+
+class UpdateAlone:
+    """Our update over state in RAM: as many elements as the step has, in memory that is walked
+    again and again, large enough that none of it is in a cache when it is met."""
+
+    def __init__(self, numel: int) -> None:
+        self._numel = numel
+        round_numel = min(numel, _ROUND_NUMEL)
+        self._states = [torch.zeros(round_numel) for _ in range(3)]
+        self._values = torch.zeros(round_numel, dtype=torch.bfloat16)
+        self._gradient = torch.empty(round_numel, dtype=torch.bfloat16).uniform_(-1e-3, 1e-3)
+        self._step = 0
+
+    def run(self) -> Usage:
+        watch = Stopwatch()
+        left = self._numel
+        while left > 0:
+            count = min(left, self._gradient.numel())
+            master, exp_avg, exp_avg_sq = (state[:count] for state in self._states)
+            self._step += 1
+            adamw_update(master, self._gradient[:count], exp_avg, exp_avg_sq, step=self._step,
+                         options=_OPTIONS, output=self._values[:count])
+            left -= count
+        return watch.usage(sum(state.element_size() for state in self._states) * self._numel)
+
+
+class BytesAlone:
+    """fio over two files, reading one of `read_nbytes` and writing the other."""
+
+    def __init__(self, fio: Fio, folder: Path, *, read_nbytes: int, write_nbytes: int) -> None:
+        self._fio = fio
+        probe = probe_folder(folder)
+        self._jobs = {
+            way: _job(folder / way, way, nbytes, probe)
+            for way, nbytes in (("read", read_nbytes), ("write", write_nbytes))
+            if nbytes >= BLOCK_NBYTES
+        }
+
+    def run(self) -> dict[str, Usage]:
+        """`at_once` and `in_turn`: the time until both are done."""
+        together = self._fio.run(self._jobs, at_once=True).values()
+        in_turn = self._fio.run(self._jobs).values()
+        nbytes = sum(usage.nbytes for usage in together)
+        return {
+            "at_once": Usage(nbytes, max((usage.wall_s for usage in together), default=0.0),
+                             sum(usage.cpu_s for usage in together)),
+            "in_turn": Usage(nbytes, sum(usage.wall_s for usage in in_turn),
+                             sum(usage.cpu_s for usage in in_turn)),
+        }
+
+
+class Floor:
+    """Both, one after the other, as one variant of a round. Without fio the update only."""
+
+    def __init__(self, numel: int, bytes_alone: BytesAlone | None) -> None:
+        self._update = UpdateAlone(numel)
+        self._bytes = bytes_alone
+
+    def run(self) -> Samples:
+        return {"update": self._update.run(), **(self._bytes.run() if self._bytes else {})}
+
+
+def floor_s(update_s: float, at_once_s: float, in_turn_s: float) -> float:
+    """The larger of arithmetic and bytes, the latter in the better of two ways."""
+    return max(update_s, min(at_once_s, in_turn_s))
+
+
+def _job(folder: Path, way: str, nbytes: int, probe: FolderProbe) -> Job:
+    folder.mkdir()
+    nbytes = nbytes // BLOCK_NBYTES * BLOCK_NBYTES
+    file = TrialFile(folder, nbytes, probe)
+    return Job(file.path, nbytes, way, BLOCK_NBYTES, QUEUE_DEPTH,
+               engine=FIO_ENGINES[probe.backend], direct=probe.direct)
