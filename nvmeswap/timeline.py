@@ -68,8 +68,9 @@ class Timeline:
         path.write_text(json.dumps({"traceEvents": self._events(), "displayTimeUnit": "ms"}) + "\n")
 
     def draw(self, path: Path) -> None:
-        """Draw a PNG, one row a track in the order of their first spans; overlapping spans share
-        it. Raises SwapUsageError where matplotlib is missing."""
+        """Draw a PNG, one row a track; overlapping spans share it. The rows are read, update,
+        write, wait, and others in the order of their first spans. Raises SwapUsageError where
+        matplotlib is missing."""
         require_matplotlib()
         from matplotlib.figure import Figure
 
@@ -114,7 +115,11 @@ def require_matplotlib() -> None:
 
 
 def _tracks(spans: Sequence[Span]) -> list[str]:
-    return list(dict.fromkeys(span.track for span in spans))
+    """Those of a pipeline in its order, then others in the order of their first spans."""
+    met = dict.fromkeys(span.track for span in spans)
+    return [track for track in _COLOURS if track in met] + [
+        track for track in met if track not in _COLOURS
+    ]
 
 
 def _rows(spans: Sequence[Span]) -> list[list[Span]]:
