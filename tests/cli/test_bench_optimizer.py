@@ -47,6 +47,13 @@ def test_step_is_measured_beside_its_floor(bench: Bench, dtype: str) -> None:
     assert figures["settings"]["parameters"] == PARAMETERS
 
 
+@pytest.mark.parametrize("optimizer,state_nbytes", [("adam", 8), ("sgd", 4), ("adagrad", 4)])
+def test_other_optimizers_are_measured(bench: Bench, optimizer: str, state_nbytes: int) -> None:
+    figures = bench("--dtype", "fp32", "--optimizer", optimizer)
+    assert figures["write_nbytes"] == pytest.approx(state_nbytes * PARAMETERS, rel=0.05)
+    assert figures["floor"]["update_s"] > 0
+
+
 def test_bytes_are_those_of_the_state(bench: Bench) -> None:
     """fp32 parameters are their own masters: two moments of four bytes each."""
     figures = bench("--dtype", "fp32")
