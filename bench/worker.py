@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import subprocess
 import tempfile
@@ -67,11 +68,7 @@ class Worker:
     def _last_words(self) -> str:
         self._process.wait()
         self._errors.seek(0)
-        lines = [line for line in self._errors.read().split("\n") if line.strip()]
-        # An exception's own line; what follows it are messages of exit handlers.
-        telling = [line for line in lines if "Error" in line.split(":")[0] and line[0] != " "]
-        words = telling or lines or [f"it ended with status {self._process.returncode}"]
-        return words[-1].strip()
+        return last_words(self._errors.read()) or f"status {self._process.returncode}"
 
     def close(self) -> None:
         """Ends the process and waits for it."""
@@ -96,3 +93,20 @@ class Worker:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def last_words(errors: str) -> str:
+    """The last exception in what a process wrote to stderr, and where it was raised, since an
+    assertion mostly says nothing. Without one, the last line."""
+    lines = [line for line in errors.split("\n") if line.strip()]
+    # What follows an exception are messages of exit handlers.
+    for number in range(len(lines) - 1, 0, -1):
+        if re.match(r"(\[rank0\]: )?\w*(Error|Exception)\b", lines[number]):
+            for at in range(number - 1, -1, -1):
+                frame = re.search(r'File ".*?([^/"]+)", line (\d+), in (\w+)', lines[at])
+                if frame:
+                    file, line, function = frame.groups()
+                    said = lines[number].removeprefix("[rank0]: ").strip()
+                    statement = lines[at + 1].removeprefix("[rank0]: ").strip()
+                    return f"{said}, in {function} ({file}:{line}): {statement}"
+    return lines[-1].strip() if lines else ""
