@@ -86,6 +86,7 @@ class Place:
         for each in ("wall_s", *names):
             self.report.figure(f"{name}_{each.replace('wall_s', 'step_s')}", stepper.median(each))
         self.report.figure(f"{name}_peak_gb", stepper.peak_nbytes / 1e9)
+        self.report.figure(f"{name}_build_peak_gb", stepper.median("build_peak_nbytes") / 1e9)
 
 
 _OUR_PHASES = ("stall_s", "update_s", "read_nbytes", "write_nbytes", "hit_count")
