@@ -6,7 +6,6 @@ and `nvmeswap.zero3.shard` (ZeRO-3 with parameters and optimizer state on NVMe).
 
 from nvmeswap.errors import SwapError
 from nvmeswap.swap.adamw import SwappedAdamW
-from nvmeswap.swap.stand_in import SwappedOptimizer
 from nvmeswap.swap.tensors import TensorSwapper
 
-__all__ = ["SwapError", "SwappedAdamW", "SwappedOptimizer", "TensorSwapper"]
+__all__ = ["SwapError", "SwappedAdamW", "TensorSwapper"]

@@ -91,5 +91,3 @@ class OptimizerStats:
     stall_s: float
     update_s: float
     gradient_nbytes: int
-    read_nbytes: int
-    write_nbytes: int

@@ -29,7 +29,6 @@ from nvmeswap.swap.sub_group import (
     SubGroupLayout,
     cut_into_sub_groups,
 )
-from nvmeswap.timeline import Timeline
 
 OPTIMIZER_FILE = "optimizer.swp"
 
@@ -98,8 +97,6 @@ class PipelinedOptimizerSwapper:
         self._others: dict[int, list[Callable[[], list[StoreRequest]]]] = {}
         self._step_count = self._hit_count = 0
         self._step_s = self._stall_s = self._update_s = 0.0
-        self._read_nbytes = self._write_nbytes = 0
-        self.timeline: Timeline | None = None
         if store is not None and layouts:
             specs = {
                 layout.key: TensorSpec(torch.uint8, (layout.state_nbytes,), (1,))
@@ -158,11 +155,7 @@ class PipelinedOptimizerSwapper:
             computing = time.perf_counter()
             self._stall_s += computing - waited
             self._visit(group, visit)
-            updated = time.perf_counter()
-            self._update_s += updated - computing
-            if self.timeline is not None:
-                self.timeline.add("wait", group.key, waited, computing)
-                self.timeline.add("update", group.key, computing, updated)
+            self._update_s += time.perf_counter() - computing
             self._write_back(group)
         waited = time.perf_counter()
         self.flush()
@@ -255,8 +248,6 @@ class PipelinedOptimizerSwapper:
             stall_s=self._stall_s,
             update_s=self._update_s,
             gradient_nbytes=gradient_nbytes,
-            read_nbytes=self._read_nbytes,
-            write_nbytes=self._write_nbytes,
         )
 
     # --- how ----------------------------------------------------------------------------------
@@ -272,7 +263,6 @@ class PipelinedOptimizerSwapper:
             self._start_reading(group, slot, Lane.DEMAND)
         if group.state is ShardState.READING:
             group.finish_reading()
-            self._note("read", group)
         assert group.state is ShardState.CLEAN, group.state
 
     def _read_ahead(self) -> None:
@@ -290,7 +280,6 @@ class PipelinedOptimizerSwapper:
         store = self._store
         assert store is not None
         memory = slot.memory[: group.layout.state_nbytes]
-        self._read_nbytes += group.layout.state_nbytes
         group.start_reading(slot, lambda: store.read(group.key, memory, lane=lane))
 
     def _free_slot(self, group: SubGroup) -> Slot | None:
@@ -355,7 +344,6 @@ class PipelinedOptimizerSwapper:
         try:
             if self._store is not None:
                 memory = group.memory[: group.layout.state_nbytes]
-                self._write_nbytes += group.layout.state_nbytes
                 group.requests.append(self._store.write(group.key, memory, lane=Lane.WRITEBACK))
             for write in self._others.get(group.index, ()):
                 group.requests.extend(write())
@@ -382,15 +370,8 @@ class PipelinedOptimizerSwapper:
             self._settle(group)
             group.move(ShardState.DIRTY)
             raise
-        self._note("write", group)
         group.move(ShardState.CLEAN)
         self._others.pop(group.index, None)
-
-    def _note(self, track: str, group: SubGroup) -> None:
-        for request in group.requests:
-            began_s, ended_s = request.began_s, request.ended_s
-            if self.timeline is not None and began_s is not None and ended_s is not None:
-                self.timeline.add(track, group.key, began_s, ended_s)
 
     def _settle(self, group: SubGroup) -> None:
         """After a failure nothing of the write may be in flight before the slot may change
