@@ -167,3 +167,13 @@ uint64_t nvs_digest(const void *memory, uint64_t nbytes, uint64_t seed);
 
 /* The same of each piece of memory, from seed 0. */
 void nvs_digest_pieces(const nvs_piece *pieces, size_t piece_count, uint64_t *digests);
+
+/* An fp32 master without loss as its bf16 parameter (rounded to the nearest, ties to even; a NaN is
+ * 0xffff), the 16 bits of its lower half as rest, and a carry: element i's in bit i % 8 of byte
+ * i / 8, unused bits 0. No two overlap; any address will do. */
+void nvs_split_master(const void *master, void *parameter, void *rest, uint8_t *carries,
+                      size_t numel);
+
+/* The master that was split, bit for bit; a NaN as another NaN, its upper half being 0xffff. */
+void nvs_join_master(const void *parameter, const void *rest, const uint8_t *carries, void *master,
+                     size_t numel);

@@ -82,11 +82,15 @@ class ParamStats:
 @dataclass(frozen=True, slots=True)
 class OptimizerStats:
     """Optimizer steps. `stall_s` is time in `step()` spent waiting for the disk, `update_s` time
-    spent computing; `hit_count` counts sub-groups found in RAM."""
+    spent computing; `hit_count` counts sub-groups found in RAM, `in_ram_count` of them stay there;
+    `read_nbytes` and `write_nbytes` of state went from and to NVMe."""
 
     sub_group_count: int
+    in_ram_count: int
     step_count: int
     hit_count: int
+    read_nbytes: int
+    write_nbytes: int
     step_s: float
     stall_s: float
     update_s: float

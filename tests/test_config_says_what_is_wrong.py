@@ -207,8 +207,8 @@ def test_unreadable_configuration_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("optimizer", "key"),
     [
-        (("SGD", {}), "optimizer.type"),
-        (("AdamW", {"lr": 1e-3, "amsgrad": True}), "optimizer.params.amsgrad"),
+        (("Muon", {}), "optimizer.type"),
+        (("AdamW", {"lr": 1e-3, "momentum": 0.9}), "optimizer.params.momentum"),
     ],
 )
 def test_optimizer_that_is_not_served_is_refused_by_name(

@@ -37,7 +37,7 @@ from nvmeswap.examples.model import Transformer
 from nvmeswap.examples.reference import shard_in_ram
 from nvmeswap.examples.report import Figures, StepReporter, Traffic, print_table
 from nvmeswap.examples.text import Text
-from nvmeswap.zero3.optimizer import ShardedAdamW
+from nvmeswap.zero3.optimizer import ShardedOptimizer
 
 WEIGHT_DECAY = 0.01
 
@@ -83,7 +83,7 @@ def train_swapped(
     """Train with nvmeswap; last comes the file of the final weights, if they are to be compared."""
     plain = build_model(options).to(options.device)
     model, optimizer = nvmeswap.zero3.shard(plain, swap_config(options), mesh=mesh)
-    assert isinstance(optimizer, ShardedAdamW)
+    assert isinstance(optimizer, ShardedOptimizer)
     swap = optimizer.swap
     try:
         steps: list[Step] = []

@@ -357,3 +357,22 @@ def digest_pieces(pieces: Pieces) -> list[int]:
     )
     sums: list[int] = digests.tolist()
     return sums
+
+
+# --- masters -------------------------------------------------------------------------------------
+
+
+def split_master(master: int, parameter: int, rest: int, carries: int, numel: int) -> None:
+    """All addresses; see native/interface.h."""
+    lib.nvs_split_master(
+        ffi.cast("void *", master), ffi.cast("void *", parameter), ffi.cast("void *", rest),
+        ffi.cast("uint8_t *", carries), numel,
+    )
+
+
+def join_master(parameter: int, rest: int, carries: int, master: int, numel: int) -> None:
+    """The inverse of `split_master`."""
+    lib.nvs_join_master(
+        ffi.cast("void *", parameter), ffi.cast("void *", rest), ffi.cast("uint8_t *", carries),
+        ffi.cast("void *", master), numel,
+    )

@@ -20,6 +20,8 @@ class HostGradients:
         self._host_memory: dict[str, torch.Tensor] = {}
         self._gradients: dict[str, torch.Tensor] = {}
         self._arrived: dict[str, torch.cuda.Event] = {}
+        self._norm_type: float | None = None  # of the norms that are taken on arrival
+        self._norms: dict[str, torch.Tensor] = {}
 
     def use_memory(self, host_memory: dict[str, torch.Tensor]) -> None:
         """Page-locked tensors, flat, by key, for gradients that come from a GPU."""
@@ -44,23 +46,52 @@ class HostGradients:
             self._gradients[key] = host
         else:
             self._gradients[key] = flat
+        if self._norm_type is not None and flat.numel():
+            # While it is in the cache, or still on the GPU.
+            newest = flat if held is None else held
+            self._norms[key] = torch.linalg.vector_norm(newest, self._norm_type)
 
     def get(self, key: str) -> torch.Tensor | None:
         """The sum so far, flat in host memory, or None; waits for a copy under way."""
         self._wait(key)
         return self._gradients.get(key)
 
+    def norms(self, keys: Iterable[str], norm_type: float) -> list[torch.Tensor]:
+        """The norm of each gradient (0 for an empty one), where it was taken on arrival that one.
+        Once asked, they are taken on arrival."""
+        if norm_type != self._norm_type:
+            self._norm_type, self._norms = norm_type, {}
+        zero = torch.zeros(())
+        found = []
+        for key in keys:
+            gradient = self._gradients[key]
+            norm = self._norms.get(key)
+            if norm is None:
+                self._wait(key)
+                norm = torch.linalg.vector_norm(gradient, norm_type) if gradient.numel() else zero
+            found.append(norm)
+        return found
+
+    def scale(self, key: str, scale: torch.Tensor) -> None:
+        """Multiply a gradient."""
+        self._wait(key)
+        gradient = self._gradients[key]
+        gradient.mul_(scale.to(gradient.dtype))
+        self._norms.pop(key, None)
+
     def clear(self, keys: Iterable[str] | None = None) -> None:
         """Forget the gradients of `keys`, None: of all."""
         for key in self._held(keys):
             self._wait(key)
             del self._gradients[key]
+            self._norms.pop(key, None)
 
     def zero(self, keys: Iterable[str] | None = None) -> None:
         """Make the gradients of `keys` zero in place, None: of all."""
         for key in self._held(keys):
             self._wait(key)
             self._gradients[key].zero_()
+            self._norms.pop(key, None)
 
     def _held(self, keys: Iterable[str] | None) -> list[str]:
         return [

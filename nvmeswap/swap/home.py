@@ -13,7 +13,7 @@ import torch
 
 from nvmeswap.errors import SwapError, SwapUsageError
 from nvmeswap.store.store import StoreRequest
-from nvmeswap.swap.sub_group import MASTER, STATE_DTYPE, StateItem
+from nvmeswap.swap.sub_group import STATE_DTYPE, MasterForm, StateItem
 
 
 class ParameterHome(Protocol):
@@ -22,21 +22,24 @@ class ParameterHome(Protocol):
     def key_of(self, parameter: torch.Tensor) -> str:
         """The stable name under which the parameter's state is stored."""
 
-    def item(self, parameter: torch.Tensor, states: Sequence[str]) -> StateItem:
+    def item(
+        self, parameter: torch.Tensor, states: Sequence[str], state_dtype: torch.dtype
+    ) -> StateItem:
         """How its optimizer state is to be laid out; `states` are the update's own."""
 
     def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Its gradient now, any floating dtype, or None."""
 
-    def master_in_place(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """The parameter's own memory if the update is made right there, else None."""
+    def in_place(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The parameter's own memory if new values are to be made right there, else None."""
 
     def edited_values(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Its values now, if somebody else has written to it since the last step (as
         load_state_dict does); None if its master is up to date."""
 
-    def initial_values(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Its values for the first master, flat, any dtype and device."""
+    def initial_values(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Its values for a master, flat, any dtype and device; None if nothing but the master has
+        them."""
 
     def publish(
         self, parameter: torch.Tensor, start: int, values: torch.Tensor
@@ -44,8 +47,8 @@ class ParameterHome(Protocol):
         """Make `values` its elements from `start` on; they stay unchanged until the returned
         requests are done."""
 
-    def state_like(self, parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-        """A flat state in the shape that a state_dict shows."""
+    def shape(self, parameter: torch.Tensor) -> torch.Size:
+        """Of its states, as a state_dict shows them."""
 
     def before_step(self) -> None:
         """Called first in each new step; raises if the gradients are not to be used."""
@@ -54,6 +57,9 @@ class ParameterHome(Protocol):
         """Called when all parameters have their new values, or with what went wrong on the way;
         raises unless all went well on all ranks."""
 
+    def forget_edits(self) -> None:
+        """What the parameters are now, their masters are, too."""
+
     def zero_gradients(self, *, set_to_none: bool) -> None:
         """Forget or zero the gradients that are not in `parameter.grad`."""
 
@@ -61,8 +67,8 @@ class ParameterHome(Protocol):
 class ResidentHome:
     """Parameters in memory, on the CPU or a GPU; gradients in `parameter.grad`.
 
-    fp32 parameters on the CPU are their own master. Others (bf16, or on a GPU) have an fp32 master
-    beside their moments, and get its rounded values.
+    fp32 parameters on the CPU are their own master, bf16 ones the upper half of it. Others (fp16,
+    or on a GPU) have an fp32 master beside their states, and get its rounded values.
     """
 
     def __init__(self) -> None:
@@ -72,14 +78,19 @@ class ResidentHome:
     def key_of(self, parameter: torch.Tensor) -> str:
         return self._keys.setdefault(parameter, f"param.{len(self._keys)}")
 
-    def item(self, parameter: torch.Tensor, states: Sequence[str]) -> StateItem:
+    def item(
+        self, parameter: torch.Tensor, states: Sequence[str], state_dtype: torch.dtype
+    ) -> StateItem:
         refuse_odd_dtype(parameter.dtype)
         _refuse_gaps(parameter)
-        if self.master_in_place(parameter) is not None:
-            return StateItem(self.key_of(parameter), parameter.numel(), tuple(states), None)
-        output = None if parameter.dtype is STATE_DTYPE else parameter.dtype
-        names = (MASTER, *states)
-        return StateItem(self.key_of(parameter), parameter.numel(), names, output)
+        output = None
+        if self.in_place(parameter) is None:
+            form = MasterForm.WHOLE
+            output = None if parameter.dtype is STATE_DTYPE else parameter.dtype
+        else:
+            form = MasterForm.IN_PLACE if parameter.dtype is STATE_DTYPE else MasterForm.SPLIT
+        key, numel = self.key_of(parameter), parameter.numel()
+        return StateItem(key, numel, form, tuple(states), state_dtype, output)
 
     def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         gradient = parameter.grad
@@ -91,8 +102,8 @@ class ResidentHome:
             )
         return gradient.detach().reshape(-1).to("cpu")
 
-    def master_in_place(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        if parameter.dtype is STATE_DTYPE and parameter.device.type == "cpu":
+    def in_place(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        if parameter.device.type == "cpu" and parameter.dtype in (STATE_DTYPE, torch.bfloat16):
             return parameter.detach().view(-1)
         return None
 
@@ -100,7 +111,7 @@ class ResidentHome:
         known = self._versions.setdefault(parameter, parameter._version)
         return None if parameter._version == known else parameter.detach().view(-1).to("cpu")
 
-    def initial_values(self, parameter: torch.Tensor) -> torch.Tensor:
+    def initial_values(self, parameter: torch.Tensor) -> torch.Tensor | None:
         self._versions[parameter] = parameter._version
         return parameter.detach().view(-1)
 
@@ -110,14 +121,17 @@ class ResidentHome:
         parameter.detach().view(-1)[start : start + values.numel()].copy_(values)
         return []
 
-    def state_like(self, parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-        return flat.view(parameter.shape)
+    def shape(self, parameter: torch.Tensor) -> torch.Size:
+        return parameter.shape
 
     def before_step(self) -> None: ...
 
     def after_step(self, error: SwapError | None) -> None:
         if error is not None:
             raise error
+        self.forget_edits()
+
+    def forget_edits(self) -> None:
         self._versions = {parameter: parameter._version for parameter in self._keys}
 
     def zero_gradients(self, *, set_to_none: bool) -> None: ...

@@ -40,10 +40,11 @@ class ShardState(enum.Enum):
 
 
 LEGAL_MOVES: dict[ShardState, frozenset[ShardState]] = {
-    ShardState.ON_NVME: frozenset({ShardState.READING, ShardState.DIRTY}),  # swap_in | first fill
+    ShardState.ON_NVME: frozenset({ShardState.READING, ShardState.CLEAN}),  # swap_in | never stored
     ShardState.READING: frozenset({ShardState.CLEAN, ShardState.ON_NVME}),  # done | error
     ShardState.CLEAN: frozenset({ShardState.DIRTY, ShardState.ON_NVME}),  # update | evict
-    ShardState.DIRTY: frozenset({ShardState.WRITING, ShardState.ON_NVME}),  # swap_out | undo
+    # swap_out | undo | nothing was changed
+    ShardState.DIRTY: frozenset({ShardState.WRITING, ShardState.ON_NVME, ShardState.CLEAN}),
     ShardState.WRITING: frozenset({ShardState.CLEAN, ShardState.DIRTY}),  # done | error
 }
 

@@ -10,7 +10,7 @@ import itertools
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nvmeswap.config import AioConfig, SwapBlock
@@ -31,10 +31,12 @@ _run_numbers = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class PoolRequest:
-    """Slots that a swapper asks for. `shrinks`: one slot a class is enough to work with."""
+    """Slots that a swapper asks for. `shrinks`: `least_count` slots a class are enough to work
+    with."""
 
     classes: Sequence[SlotClass]
     shrinks: bool = True
+    least_count: int = 1
 
     @property
     def nbytes(self) -> int:
@@ -44,7 +46,8 @@ class PoolRequest:
     def smallest(self) -> PoolRequest:
         if not self.shrinks:
             return self
-        return PoolRequest([SlotClass(each.nbytes, 1) for each in self.classes])
+        least = [SlotClass(e.nbytes, min(e.count, self.least_count)) for e in self.classes]
+        return replace(self, classes=least)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +176,7 @@ def fit(
             (each.nbytes * each.count, name, index)
             for name, classes in fitted.items()
             for index, each in enumerate(classes)
-            if pools[name].shrinks and each.count > 1
+            if pools[name].shrinks and each.count > pools[name].least_count
         ]
         if not candidates:
             break
@@ -187,7 +190,7 @@ def fit(
         pin_memory=pin_memory,
         what="swap buffers (" + ", ".join(pools) + ")",
     )
-    return {name: PoolRequest(classes, pools[name].shrinks) for name, classes in fitted.items()}
+    return {name: replace(pools[name], classes=classes) for name, classes in fitted.items()}
 
 
 def new_run_name() -> str:

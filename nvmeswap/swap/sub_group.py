@@ -1,12 +1,13 @@
 """How optimizer state is cut into sub-groups, and where each piece of it lies. Pure arithmetic.
 
-A sub-group is a run of segments; a segment is a piece of one shard. Each fp32 state of a segment
-(master, exp_avg, exp_avg_sq) is one region of the sub-group's extent, side by side, so that one
-read and one write move it. Behind the extent the slot has room for the new parameter values in the
-shard's own dtype, which are computed there and written to the parameter file from there:
+A sub-group is a run of segments; a segment is a piece of one shard. Its extent holds what the
+update keeps between steps: of each segment first the master, in one of three forms, then the
+optimizer's own states (exp_avg, ...). One read and one write move it; the first step, which finds
+no states yet, reads the masters alone. Behind the extent the slot has room for new parameter values
+in the shard's own dtype, which are computed there and go to the parameter from there:
 
-    |<------------------- extent (fp32) ------------------->|<- outputs (bf16) ->|
-    | master 0 | exp_avg 0 | exp_avg_sq 0 | master 1 | ...  | shard 0 | shard 1  |
+    |<------------------------ extent ------------------------->|<-- outputs (bf16) -->|
+    | master 0 | master 1 |..| exp_avg 0 | exp_avg_sq 0 | ...   | shard 0 | shard 1    |
 
 Worked example: shards of 10_000 and 300 elements and sub-groups of at most 8_192 elements give
 sub-group 0 = shard 0 [0, 8192) and sub-group 1 = shard 0 [8192, 10000), shard 1 [0, 300).
@@ -14,15 +15,17 @@ sub-group 0 = shard 0 [0, 8192) and sub-group 1 = shard 0 [8192, 10000), shard 1
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from nvmeswap.io.alignment import padded_nbytes
+from nvmeswap.swap.master import MasterRest
 
 STATE_DTYPE = torch.float32
-# The state that is the exact value of the parameter; a shard that is its own master has none.
+# The name of the exact value of a parameter among its states.
 MASTER = "master"
 # A shard is cut at multiples of this: 8 KiB of bf16, so that a piece of a shard begins at an
 # aligned place of its file; and a multiple of 16, from where torch's fused kernels give the same
@@ -30,19 +33,45 @@ MASTER = "master"
 SEGMENT_GRAIN_NUMEL = 4096
 # Regions begin at multiples of this in memory: direct I/O from there needs no bounce.
 _REGION_ALIGNMENT_NBYTES = 512
+_REGION_ALIGNMENT_NUMEL = _REGION_ALIGNMENT_NBYTES // STATE_DTYPE.itemsize
+# Masters end at a multiple of this, so that they can be read alone from any drive we take.
+_MASTERS_ALIGNMENT_NBYTES = 8192
+
+
+class MasterForm(enum.Enum):
+    """Where the exact fp32 value of a parameter is.
+
+    IN_PLACE: the parameter is fp32 in host memory and is updated there. WHOLE: beside the states,
+    4 bytes an element. SPLIT: the parameter is its upper half (rounded to bf16), and the rest that
+    makes it exact lies beside the states, 2.125 bytes an element.
+    """
+
+    IN_PLACE = "in place"
+    WHOLE = "whole"
+    SPLIT = "split"
+
+    def nbytes(self, numel: int) -> int:
+        """Of a segment of so many elements, in the extent."""
+        if self is MasterForm.IN_PLACE:
+            return 0
+        return numel * STATE_DTYPE.itemsize if self is MasterForm.WHOLE else (
+            MasterRest.nbytes_for(numel)
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class StateItem:
-    """A shard as the optimizer sees it: which fp32 states it has and what dtype its values have.
+    """A shard as the optimizer sees it: the form of its master, its states and their dtype.
 
-    `output_dtype` is None when the new values are not produced beside the master: the master is the
-    parameter itself, or has its dtype.
+    `output_dtype` is the dtype of the new values where they are produced in the slot; None where
+    the update is made in the parameter's own memory, or the master has the parameter's dtype.
     """
 
     key: str
     numel: int
+    master: MasterForm
     states: tuple[str, ...]
+    state_dtype: torch.dtype
     output_dtype: torch.dtype | None
 
 
@@ -50,51 +79,67 @@ class StateItem:
 class Segment:
     """Elements [start, stop) of a shard, and the byte offsets of its regions in the slot."""
 
-    key: str
+    item: StateItem
     start: int
     stop: int
-    offsets_bytes: dict[str, int]
-    output_dtype: torch.dtype | None
+    master_offset_bytes: int
+    state_offsets_bytes: dict[str, int]
     output_offset_bytes: int
+
+    @property
+    def key(self) -> str:
+        return self.item.key
 
     @property
     def numel(self) -> int:
         return self.stop - self.start
 
+    def master(self, memory: torch.Tensor) -> torch.Tensor:
+        """A WHOLE master in a slot's memory, fp32, flat [numel]."""
+        assert self.item.master is MasterForm.WHOLE
+        return self._region(memory, self.master_offset_bytes, STATE_DTYPE)
+
+    def rest(self, memory: torch.Tensor) -> MasterRest:
+        """What makes a SPLIT master exact, in a slot's memory."""
+        assert self.item.master is MasterForm.SPLIT
+        begin = self.master_offset_bytes
+        nbytes = MasterRest.nbytes_for(self.numel)
+        return MasterRest(memory[begin : begin + nbytes], self.numel)
+
     def state(self, memory: torch.Tensor, name: str) -> torch.Tensor:
-        """The fp32 state called `name` in a slot's memory, flat [numel]."""
-        begin = self.offsets_bytes[name]
-        return memory[begin : begin + self.numel * STATE_DTYPE.itemsize].view(STATE_DTYPE)
+        """The state called `name` in a slot's memory, `item.state_dtype`, flat [numel]."""
+        return self._region(memory, self.state_offsets_bytes[name], self.item.state_dtype)
 
     def output(self, memory: torch.Tensor) -> torch.Tensor | None:
         """The place for the new parameter values in a slot's memory, flat [numel], or None."""
-        if self.output_dtype is None:
+        if self.item.output_dtype is None:
             return None
-        begin = self.output_offset_bytes
-        nbytes = self.numel * self.output_dtype.itemsize
-        return memory[begin : begin + nbytes].view(self.output_dtype)
+        return self._region(memory, self.output_offset_bytes, self.item.output_dtype)
+
+    def _region(self, memory: torch.Tensor, begin: int, dtype: torch.dtype) -> torch.Tensor:
+        return memory[begin : begin + self.numel * dtype.itemsize].view(dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class SubGroupLayout:
-    """The segments of one sub-group, the bytes of its extent and of its slot."""
+    """The segments of one sub-group, and the bytes of its masters, its extent and its slot."""
 
     key: str
     segments: tuple[Segment, ...]
+    masters_nbytes: int
     state_nbytes: int
     slot_nbytes: int
 
-    @property
-    def holds_masters(self) -> bool:
-        """True if every new parameter value is computed in the slot, and none in place."""
-        return all(MASTER in segment.offsets_bytes for segment in self.segments)
 
-
-def cut_into_sub_groups(items: Iterable[StateItem], sub_group_numel: int) -> list[SubGroupLayout]:
-    """Fill sub-groups of at most `sub_group_numel` elements in the order given.
+def cut_into_sub_groups(
+    items: Iterable[StateItem], sub_group_numel: int, *, first_index: int = 0
+) -> list[SubGroupLayout]:
+    """Fill sub-groups of at most `sub_group_numel` elements in the order given; they are numbered
+    from `first_index` on.
 
     A shard is cut only at multiples of `SEGMENT_GRAIN_NUMEL`; a smaller `sub_group_numel` is raised
-    to that. Empty shards are in no sub-group.
+    to that. A tiny segment counts as what its padding takes, so that bytes are bounded too. Empty
+    shards are in no sub-group.
     """
     limit = max(sub_group_numel, SEGMENT_GRAIN_NUMEL)
     groups: list[list[tuple[StateItem, int, int]]] = [[]]
@@ -103,31 +148,42 @@ def cut_into_sub_groups(items: Iterable[StateItem], sub_group_numel: int) -> lis
         start = 0
         while start < item.numel:
             left = item.numel - start
-            take = left if left <= room else room // SEGMENT_GRAIN_NUMEL * SEGMENT_GRAIN_NUMEL
+            if padded_nbytes(left, _REGION_ALIGNMENT_NUMEL) <= room:
+                take = left
+            else:
+                take = min(left, room) // SEGMENT_GRAIN_NUMEL * SEGMENT_GRAIN_NUMEL
             if take == 0:
                 groups.append([])
                 room = limit
                 continue
             groups[-1].append((item, start, start + take))
-            start, room = start + take, room - take
-    return [_lay_out(f"sub_group.{i}", group) for i, group in enumerate(filter(None, groups))]
+            start, room = start + take, room - padded_nbytes(take, _REGION_ALIGNMENT_NUMEL)
+    return [
+        _lay_out(f"sub_group.{index}", group)
+        for index, group in enumerate(filter(None, groups), first_index)
+    ]
 
 
 def _lay_out(key: str, pieces: Sequence[tuple[StateItem, int, int]]) -> SubGroupLayout:
-    """Regions first, then outputs, each on its alignment."""
+    """Masters first, then states, then outputs, each on its alignment."""
     end = 0
-    regions: list[dict[str, int]] = []
-    for item, start, stop in pieces:
-        offsets: dict[str, int] = {}
-        for name in item.states:
-            offsets[name] = end
-            end += padded_nbytes((stop - start) * STATE_DTYPE.itemsize, _REGION_ALIGNMENT_NBYTES)
-        regions.append(offsets)
+
+    def place(nbytes: int) -> int:
+        nonlocal end
+        begin = end
+        end += padded_nbytes(nbytes, _REGION_ALIGNMENT_NBYTES)
+        return begin
+
+    masters = [place(item.master.nbytes(stop - start)) for item, start, stop in pieces]
+    end = masters_nbytes = padded_nbytes(end, _MASTERS_ALIGNMENT_NBYTES)
+    states = [
+        {name: place((stop - start) * item.state_dtype.itemsize) for name in item.states}
+        for item, start, stop in pieces
+    ]
     state_nbytes = end
     segments = []
-    for (item, start, stop), offsets in zip(pieces, regions, strict=True):
-        segments.append(Segment(item.key, start, stop, offsets, item.output_dtype, end))
-        if item.output_dtype is not None:
-            nbytes = (stop - start) * item.output_dtype.itemsize
-            end += padded_nbytes(nbytes, _REGION_ALIGNMENT_NBYTES)
-    return SubGroupLayout(key, tuple(segments), state_nbytes, end)
+    for (item, start, stop), master, offsets in zip(pieces, masters, states, strict=True):
+        itemsize = 0 if item.output_dtype is None else item.output_dtype.itemsize
+        output = place((stop - start) * itemsize)
+        segments.append(Segment(item, start, stop, master, offsets, output))
+    return SubGroupLayout(key, tuple(segments), masters_nbytes, state_nbytes, end)

@@ -22,7 +22,7 @@ from nvmeswap.zero3.agreement import Agreement
 from nvmeswap.zero3.entries import Entry, entries_of
 from nvmeswap.zero3.guard import guard_module_calls
 from nvmeswap.zero3.home import ShardedHome
-from nvmeswap.zero3.optimizer import ShardedAdamW
+from nvmeswap.zero3.optimizer import ShardedOptimizer
 from nvmeswap.zero3.swap import ZeroSwap
 
 
@@ -32,8 +32,9 @@ def swap_shards(
     *,
     run: str,
     agreement: Agreement,
+    cls: type[torch.optim.Optimizer],
     options: Mapping[str, Any],
-) -> ShardedAdamW:
+) -> ShardedOptimizer:
     """Write every shard and the first optimizer state to their homes, then free the shards.
 
     Raises SwapBudgetError, SwapPathError, SwapSpaceError and their kin; then the model is sharded,
@@ -44,8 +45,7 @@ def swap_shards(
     entries = entries_of(model, swapped=swaps_params)
     home = ShardedHome(model, entries, agreement)
     trained = [entry.parameter for entry in entries if entry.parameter.requires_grad]
-    optimizer = ShardedAdamW.over(trained, home, **options)
-    assert isinstance(optimizer, ShardedAdamW)
+    optimizer: ShardedOptimizer = ShardedOptimizer.over(cls, trained, home, **options)
     layouts = optimizer.lay_out(zero.sub_group_size)
     space = SwapSpace(
         Placement(settings.nvme_paths, run, dist.get_rank(), dist.get_world_size()),
@@ -64,6 +64,7 @@ def swap_shards(
                 store=space.store if on_nvme else None,
                 pool=space.pools["optimizer state"],
                 timeout_s=space.timeout_s,
+                buffer_count=zero.offload_optimizer.buffer_count,
             )
         )
         home.gradients.use_memory(_gradient_memory(space.pools["gradients"], entries))
@@ -98,7 +99,7 @@ def _write_parameters(
 
 
 def _let_go(
-    model: nn.Module, entries: Sequence[Entry], optimizer: ShardedAdamW, home: ShardedHome
+    model: nn.Module, entries: Sequence[Entry], optimizer: ShardedOptimizer, home: ShardedHome
 ) -> None:
     """Free the resident shards; from here on gradients go to the host as they come."""
     for entry in entries:

@@ -13,7 +13,7 @@ from nvmeswap.store.store import StoreRequest
 from nvmeswap.swap.gradients import HostGradients
 from nvmeswap.swap.home import refuse_odd_dtype
 from nvmeswap.swap.params import PartitionedParamSwapper
-from nvmeswap.swap.sub_group import MASTER, STATE_DTYPE, StateItem
+from nvmeswap.swap.sub_group import STATE_DTYPE, MasterForm, StateItem
 from nvmeswap.zero3 import fsdp
 from nvmeswap.zero3.agreement import Agreement
 from nvmeswap.zero3.entries import Entry
@@ -59,18 +59,23 @@ class ShardedHome:
     def key_of(self, parameter: torch.Tensor) -> str:
         return self._entry(parameter).key
 
-    def item(self, parameter: torch.Tensor, states: Sequence[str]) -> StateItem:
+    def item(
+        self, parameter: torch.Tensor, states: Sequence[str], state_dtype: torch.dtype
+    ) -> StateItem:
         entry = self._entry(parameter)
         refuse_odd_dtype(entry.parameter.dtype)
+        output = None
         if self._in_place(entry) is not None:
-            return StateItem(entry.key, entry.numel, tuple(states), None)
-        output = None if entry.store_dtype is STATE_DTYPE else entry.store_dtype
-        return StateItem(entry.key, entry.numel, (MASTER, *states), output)
+            form = MasterForm.IN_PLACE
+        else:
+            form = MasterForm.WHOLE
+            output = None if entry.store_dtype is STATE_DTYPE else entry.store_dtype
+        return StateItem(entry.key, entry.numel, form, tuple(states), state_dtype, output)
 
     def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         return self.gradients.get(self._entry(parameter).key)
 
-    def master_in_place(self, parameter: torch.Tensor) -> torch.Tensor | None:
+    def in_place(self, parameter: torch.Tensor) -> torch.Tensor | None:
         return self._in_place(self._entry(parameter))
 
     def _in_place(self, entry: Entry) -> torch.Tensor | None:
@@ -87,10 +92,9 @@ class ShardedHome:
         known = self._versions.setdefault(entry.key, entry.local._version)
         return None if entry.local._version == known else entry.local.view(-1).to("cpu")
 
-    def initial_values(self, parameter: torch.Tensor) -> torch.Tensor:
+    def initial_values(self, parameter: torch.Tensor) -> torch.Tensor | None:
         entry = self._entry(parameter)
-        assert entry.local is not None, f"{entry.key} is swapped already"
-        return entry.local.view(-1)
+        return None if entry.local is None else entry.local.view(-1)
 
     def publish(
         self, parameter: torch.Tensor, start: int, values: torch.Tensor
@@ -102,8 +106,8 @@ class ShardedHome:
         entry.local.view(-1)[start : start + values.numel()].copy_(values)
         return []
 
-    def state_like(self, parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-        return flat.view(self._entry(parameter).shape)
+    def shape(self, parameter: torch.Tensor) -> torch.Size:
+        return self._entry(parameter).shape
 
     def before_step(self) -> None:
         if self._pass is not PassState.WHOLE:
@@ -137,10 +141,13 @@ class ShardedHome:
         self._agreement.raise_if_any_rank_failed(fix="call step() again on all ranks")
         if self.params is not None:
             self.params.end_step()
+        self.forget_edits()
+        self.drop_gathered()
+
+    def forget_edits(self) -> None:
         for entry in self._entries.values():
             if entry.local is not None:
                 self._versions[entry.key] = entry.local._version
-        self.drop_gathered()
 
     def drop_gathered(self) -> None:
         """The next forward gathers every parameter anew."""

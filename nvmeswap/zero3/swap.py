@@ -12,12 +12,13 @@ from nvmeswap.io.probe import Drive
 from nvmeswap.stats import EngineStats, OptimizerStats, ParamStats, StoreStats
 from nvmeswap.swap.params import PartitionedParamSwapper
 from nvmeswap.swap.space import SwapSpace
+from nvmeswap.swap.states import Source
 from nvmeswap.swap.sub_group import MASTER
 from nvmeswap.zero3 import fsdp
 from nvmeswap.zero3.agreement import Agreement
 from nvmeswap.zero3.entries import Entry
 from nvmeswap.zero3.home import ShardedHome
-from nvmeswap.zero3.optimizer import ShardedAdamW
+from nvmeswap.zero3.optimizer import ShardedOptimizer
 from nvmeswap.zero3.tensor import ShardHandle, SwappedTensor, register_source
 
 
@@ -48,7 +49,7 @@ class ZeroSwap:
         *,
         space: SwapSpace,
         params: PartitionedParamSwapper | None,
-        optimizer: ShardedAdamW,
+        optimizer: ShardedOptimizer,
         home: ShardedHome,
         agreement: Agreement,
     ) -> None:
@@ -99,9 +100,9 @@ class ZeroSwap:
         stored values; waits for the disk."""
         entry = self._entry(key)
         dtype, device = entry.parameter.dtype, _device_of(entry)
-        if self._optimizer.swapper.has_state(key, MASTER):
+        if self._optimizer.swapper.item(key) is not None:
             self._optimizer.flush()
-            flat: torch.Tensor = self._optimizer.swapper.read_state(key, MASTER, entry.numel)
+            flat: torch.Tensor = self._optimizer.states.read(key, MASTER)
         else:
             flat = torch.empty(entry.numel, dtype=self._shards.spec(key).dtype)
             self._shards.read(key, flat)
@@ -113,8 +114,8 @@ class ZeroSwap:
         self._entry(key)
         flat = values.detach().reshape(-1)
         self._shards.write(key, flat)
-        if self._optimizer.swapper.has_state(key, MASTER):
-            self._optimizer.swapper.write_state(key, {MASTER: flat})
+        if self._optimizer.swapper.item(key) is not None:
+            self._optimizer.states.write({key: {MASTER: Source.of(flat)}})
         if not fsdp.in_backward():
             self._home.drop_gathered()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,13 +24,11 @@ from nvmeswap.swap.space import new_run_name
 from nvmeswap.zero3 import fsdp
 from nvmeswap.zero3.agreement import Agreement
 from nvmeswap.zero3.build import swap_shards
-from nvmeswap.zero3.optimizer import ShardedAdamW
+from nvmeswap.zero3.optimizer import ShardedOptimizer
 from nvmeswap.zero3.tensor import SwappedTensor
 
 Model = TypeVar("Model", bound=nn.Module)
 
-_ADAMW_OPTIONS = frozenset({"lr", "betas", "eps", "weight_decay", "maximize"})
-_OFF_BY_DEFAULT = frozenset({"amsgrad", "capturable", "differentiable"})
 _HOW_IT_RUNS = frozenset({"fused", "foreach", "torch_adam"})
 
 
@@ -60,7 +59,7 @@ def shard(
     optimizer forgets them.
     """
     settings = Config.load(config)
-    options = _adamw_options(settings.optimizer, optimizer)
+    cls, options = _optimizer(settings.optimizer, optimizer)
     device = _device_of(model)
     _ensure_process_group(device)
     mesh = mesh or init_device_mesh(device.type, (dist.get_world_size(),))
@@ -69,8 +68,8 @@ def shard(
     _refuse_other_precision(model, policy)
     zero = settings.zero_optimization
     if zero.offload_optimizer.device is OffloadDevice.NONE:
-        return model, torch.optim.AdamW(model.parameters(), fused=True, **options)
-    return model, _swapped(model, settings, device, options)
+        return model, cls(model.parameters(), **_fused(cls), **options)
+    return model, _swapped(model, settings, device, cls, options)
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -93,14 +92,20 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _swapped(
-    model: nn.Module, settings: Config, device: torch.device, options: Mapping[str, Any]
-) -> ShardedAdamW:
+    model: nn.Module,
+    settings: Config,
+    device: torch.device,
+    cls: type[Optimizer],
+    options: Mapping[str, Any],
+) -> ShardedOptimizer:
     """Swap the shards on all ranks, or on none: what fails on one is raised on all."""
     run = _run_name()
     agreement = Agreement(None, device)
     optimizer = None
     try:
-        optimizer = swap_shards(model, settings, run=run, agreement=agreement, options=options)
+        optimizer = swap_shards(
+            model, settings, run=run, agreement=agreement, cls=cls, options=options
+        )
     except SwapError as error:
         agreement.report(error)
     try:
@@ -129,36 +134,52 @@ def _refuse_other_precision(model: nn.Module, policy: MixedPrecisionPolicy) -> N
             )
 
 
-def _adamw_options(
+def _optimizer(
     block: OptimizerBlock | None,
     given: type[Optimizer] | tuple[type[Optimizer], Mapping[str, Any]] | None,
-) -> dict[str, Any]:
-    """The options of AdamW, from the argument or the JSON; anything else is refused by name."""
+) -> tuple[type[Optimizer], dict[str, Any]]:
+    """The class and its options, from the argument or the JSON."""
     if given is not None:
         cls, given_options = given if isinstance(given, tuple) else (given, {})
-        kind, options = cls.__name__, dict(given_options)
-        served = cls in (torch.optim.AdamW, SwappedAdamW)
+        options = dict(given_options)
+        if issubclass(cls, SwappedAdamW):
+            cls = torch.optim.AdamW
     else:
         block = block or OptimizerBlock()
-        kind, options = block.type, dict(block.params)
-        served = kind.lower() in ("adamw", "adam") and options.pop("adam_w_mode", True)
-    if not served:
-        raise SwapConfigError(
-            f"optimizer {kind} is not served", key="optimizer.type", fix="use AdamW"
-        )
+        options = dict(block.params)
+        cls = _class_named(block.type, options)
     options = {name: value for name, value in options.items() if value not in ("auto", None)}
-    if kind.lower() == "adam":
-        options.setdefault("weight_decay", 0.0)  # DeepSpeed's "Adam" is AdamW without decay
-    for name in list(options):
-        if name in _HOW_IT_RUNS or (name in _OFF_BY_DEFAULT and not options[name]):
-            del options[name]
-        elif name not in _ADAMW_OPTIONS:
+    for name in _HOW_IT_RUNS:
+        options.pop(name, None)
+    if block is not None and given is None and block.type.lower() == "adam":
+        options.setdefault("weight_decay", 0.0)  # DeepSpeed's Adam has none by default
+    known = inspect.signature(cls).parameters
+    for name in options:
+        if name not in known:
             raise SwapConfigError(
-                f"AdamW option {name} is not served",
+                f"{cls.__name__} has no option {name}",
                 key=f"optimizer.params.{name}",
-                fix="served: " + ", ".join(sorted(_ADAMW_OPTIONS)),
+                fix="it has " + ", ".join(sorted(known.keys() - {"params"})),
             )
-    return options
+    return cls, options
+
+
+def _fused(cls: type[Optimizer]) -> dict[str, Any]:
+    return {"fused": True} if "fused" in inspect.signature(cls).parameters else {}
+
+
+def _class_named(name: str, options: dict[str, Any]) -> type[Optimizer]:
+    """DeepSpeed's names: its Adam decays as AdamW does, unless told otherwise."""
+    if name.lower() == "adam":
+        return torch.optim.AdamW if options.pop("adam_w_mode", True) else torch.optim.Adam
+    for cls in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad):
+        if cls.__name__.lower() == name.lower():
+            return cls
+    raise SwapConfigError(
+        f"optimizer {name} is not known",
+        key="optimizer.type",
+        fix="use AdamW, Adam, SGD or Adagrad, or give shard() the class",
+    )
 
 
 def _ensure_process_group(device: torch.device) -> None:

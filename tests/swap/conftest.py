@@ -14,11 +14,11 @@ from nvmeswap.io.engine import Engine
 from nvmeswap.io.probe import probe_folder
 from nvmeswap.memory.pool import Pool, SlotClass
 from nvmeswap.store.store import Store
-from nvmeswap.swap.adamw import SwappedAdamW
 from nvmeswap.swap.home import ResidentHome
 from nvmeswap.swap.optimizer import PipelinedOptimizerSwapper
 from nvmeswap.swap.params import ParamPlacement, PartitionedParamSwapper
 from nvmeswap.swap.shard import ShardSpec
+from nvmeswap.swap.swapped import SwappedOptimizer
 
 POISON = 0xA5
 
@@ -59,14 +59,32 @@ class Bench:
         sub_group_size: int = 4096,
         buffer_count: int = 3,
         **options: Any,
-    ) -> SwappedAdamW:
-        """A SwappedAdamW over this bench's engine."""
-        optimizer = SwappedAdamW.over(params, ResidentHome(), **options)
+    ) -> SwappedOptimizer:
+        """AdamW over this bench's engine."""
+        return self.optimizer(
+            torch.optim.AdamW, params, sub_group_size=sub_group_size, buffer_count=buffer_count,
+            **options,
+        )
+
+    def optimizer(
+        self,
+        optimizer_class: type[torch.optim.Optimizer],
+        params: Iterable[Any],
+        *,
+        sub_group_size: int = 4096,
+        buffer_count: int = 3,
+        slot_count: int | None = None,
+        **options: Any,
+    ) -> SwappedOptimizer:
+        """Any SwappedOptimizer; `slot_count` above `buffer_count` keeps sub-groups in memory."""
+        optimizer = SwappedOptimizer.over(optimizer_class, params, ResidentHome(), **options)
         layouts = optimizer.lay_out(sub_group_size)
-        pool = self.pool(PipelinedOptimizerSwapper.slot_classes(layouts, buffer_count))
+        wanted = slot_count or buffer_count
+        pool = self.pool(PipelinedOptimizerSwapper.slot_classes(layouts, wanted))
         optimizer.attach(
             PipelinedOptimizerSwapper(
-                layouts, store=self.store, pool=pool, timeout_s=self.timeout_s
+                layouts, store=self.store, pool=pool, timeout_s=self.timeout_s,
+                buffer_count=buffer_count,
             )
         )
         return optimizer

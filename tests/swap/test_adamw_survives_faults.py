@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from nvmeswap.errors import (
     SwapTimeoutError,
     SwapUsageError,
 )
-from nvmeswap.swap.adamw import SwappedAdamW
+from nvmeswap.swap.swapped import SwappedOptimizer
 from tests.swap.conftest import Bench, set_gradients
 
 SIZES = [37, 5000, 30_000]
@@ -93,6 +95,7 @@ def test_gradients_forgotten_in_the_middle_of_a_step_are_missed(
     ours = parameters(SIZES, dtype=torch.bfloat16)
     swapped = bench.adamw(ours, buffer_count=1)
     set_gradients(ours, 0)
+    swapped.step()
     bench.engine.inject("read 3 errno 5")
     with pytest.raises(SwapReadError):
         swapped.step()
@@ -171,7 +174,7 @@ def test_steps_under_any_faults_are_exact_in_the_end(
         bench.close()
 
 
-def _flush_in_the_end(swapped: SwappedAdamW) -> None:
+def _flush_in_the_end(swapped: SwappedOptimizer) -> None:
     for _ in range(12):
         try:
             return swapped.flush()
@@ -200,47 +203,74 @@ def test_write_that_the_drive_corrupted_is_found_by_the_next_read(
         swapped.zero_grad()
 
 
-def test_step_interrupted_in_the_middle_of_an_update_is_undone_or_refused(
-    bench: Bench, parameters: MakeParameters, monkeypatch: pytest.MonkeyPatch
+class Breaks(torch.optim.SGD):
+    """Raises in the middle of a sub-group, once, when told to."""
+
+    in_pieces = -1
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        Breaks.in_pieces -= 1
+        if Breaks.in_pieces == 0:
+            raise RuntimeError("in the middle")
+        return result
+
+
+def test_update_that_broke_in_the_middle_is_undone(
+    bench: Bench, parameters: MakeParameters
 ) -> None:
-    """Ctrl-C must not make an update count twice. With masters on NVMe the step can be taken again;
-    where the parameter is its own master it can't, and says so."""
-    import nvmeswap.swap.adamw as adamw
-
-    update, calls = adamw.adamw_update, []
-
-    def interrupted(*args: object, **kwargs: object) -> None:
-        update(*args, **kwargs)  # type: ignore[arg-type]
-        calls.append(1)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(adamw, "adamw_update", interrupted)
-    ours = parameters(SIZES, dtype=torch.bfloat16)
-    swapped = bench.adamw(ours)
-    expected = reference(parameters(SIZES, dtype=torch.bfloat16), 1)
-    set_gradients(ours, 0)
-    with pytest.raises(KeyboardInterrupt):
+    """It must not count twice. With masters on NVMe the step can be taken again."""
+    ours = parameters(SIZES, dtype=torch.float16)
+    masters = masters_of(ours)
+    swapped = bench.optimizer(Breaks, ours, lr=0.1, momentum=0.9)
+    resident = torch.optim.SGD(masters, lr=0.1, momentum=0.9, fused=True)
+    for step in range(3):
+        set_gradients(ours, step)
+        for master, parameter in zip(masters, ours, strict=True):
+            assert parameter.grad is not None
+            master.grad = parameter.grad.float()
+        resident.step()
+        Breaks.in_pieces = 2
+        with pytest.raises(RuntimeError, match="in the middle"):
+            swapped.step()
         swapped.step()
-    swapped.step()
-    swapped.flush()
-    assert all(map(torch.equal, ours, expected))
+    assert all(map(torch.equal, ours, [master.half() for master in masters]))
 
 
-def test_interrupted_update_in_place_is_refused_from_then_on(
-    bench: Bench, parameters: MakeParameters, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_update_in_place_that_broke_is_refused_until_a_state_is_loaded(
+    bench: Bench, parameters: MakeParameters, dtype: torch.dtype
 ) -> None:
-    """An fp32 parameter in memory is its own master: half an update of it can't be undone."""
-    import nvmeswap.swap.adamw as adamw
-
-    def interrupted(*args: object, **kwargs: object) -> None:
-        raise KeyboardInterrupt
-
-    ours = parameters(SIZES)
-    swapped = bench.adamw(ours)
+    """A parameter in memory that is its own master, or half of it, can't be undone."""
+    ours = parameters(SIZES, dtype=dtype)
+    swapped = bench.optimizer(Breaks, ours, lr=0.1, momentum=0.9)
     set_gradients(ours, 0)
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(adamw, "adamw_update", interrupted)
+    swapped.step()
+    saved = copy.deepcopy(swapped.state_dict())
+    values = [parameter.detach().clone() for parameter in ours]
+    set_gradients(ours, 1)
+    Breaks.in_pieces = 2
+    with pytest.raises(RuntimeError, match="in the middle"):
         swapped.step()
     with pytest.raises(SwapUsageError, match="checkpoint"):
         swapped.step()
+    with torch.no_grad():
+        for parameter, value in zip(ours, values, strict=True):
+            parameter.copy_(value)
+    swapped.load_state_dict(saved)
+    others = [torch.nn.Parameter(value.clone()) for value in values]
+    fresh = bench_of_its_own(bench, others)
+    fresh.load_state_dict(saved)
+    for params, optimizer in ((ours, swapped), (others, fresh)):
+        set_gradients(params, 1)
+        optimizer.step()
+    assert all(map(torch.equal, ours, others))
+    fresh.close()
+
+
+def bench_of_its_own(bench: Bench, params: list[torch.nn.Parameter]) -> SwappedOptimizer:
+    folder = bench.nvme_path / "other"
+    folder.mkdir()
+    return SwappedOptimizer(
+        torch.optim.SGD, params, lr=0.1, momentum=0.9, nvme_path=folder, pin_memory=False
+    )

@@ -12,11 +12,10 @@ from nvmeswap.errors import SwapReadError
 from nvmeswap.io.alignment import padded_nbytes
 from nvmeswap.memory.arena import Arena
 from nvmeswap.memory.pool import Pool
-from nvmeswap.swap.adamw import SwappedAdamW
-from nvmeswap.swap.home import ResidentHome
-from nvmeswap.swap.optimizer import PipelinedOptimizerSwapper, SubGroup
+from nvmeswap.swap.optimizer import PipelinedOptimizerSwapper
 from nvmeswap.swap.params import ParamPlacement, PartitionedParamSwapper
 from nvmeswap.swap.shard import ShardSpec
+from nvmeswap.swap.traffic import SubGroup
 from tests.swap.conftest import Bench, set_gradients
 
 LAYERS = [ShardSpec(f"layer{index}", 10_240, torch.bfloat16) for index in range(8)]
@@ -107,14 +106,11 @@ def six_sub_groups(
 ) -> PipelinedOptimizerSwapper:
     """After a step, with the last three still in three buffers: a walk back finds them there."""
     params = parameters([4096] * 6)
-    optimizer = SwappedAdamW.over(params, ResidentHome())
-    layouts = optimizer.lay_out(4096)
-    pool = bench.pool(PipelinedOptimizerSwapper.slot_classes(layouts, 3))
-    swapper = PipelinedOptimizerSwapper(layouts, store=bench.store, pool=pool, timeout_s=20)
-    optimizer.attach(swapper)
-    set_gradients(params, 0)
-    optimizer.step()
-    return swapper
+    optimizer = bench.adamw(params)
+    for step in range(2):  # the first one reads nothing
+        set_gradients(params, step)
+        optimizer.step()
+    return optimizer.swapper
 
 
 def test_next_sub_group_is_being_read_when_one_is_updated(
@@ -124,13 +120,14 @@ def test_next_sub_group_is_being_read_when_one_is_updated(
     began = bench.engine.stats().request_count
     reads_begun: list[int] = []
 
-    def visit(group: SubGroup) -> None:
+    def visit(group: SubGroup) -> bool:
         written = len(reads_begun)  # one request for each sub-group before this one
         reads_begun.append(bench.engine.stats().request_count - began - written)
         while bench.engine.stats().in_flight_count:
             threading.Event().wait(0.001)  # an update that takes longer than the drive
+        return True
 
-    six_sub_groups.walk(visit, [5, 4, 3, 2, 1, 0])
+    six_sub_groups.walk(visit, [0, 1, 2, 3, 4, 5])
     # The third to be visited is the last that is in memory: the fourth must be on its way by then.
     assert all(begun >= least for begun, least in zip(reads_begun[2:], (1, 2, 3, 3), strict=True))
     assert reads_begun[-1] == 3
@@ -142,13 +139,14 @@ def test_last_sub_group_is_being_written_when_one_is_updated(
     """The same for writes: one that never ends doesn't keep the next update.  field case L01"""
     in_flight: list[int] = []
 
-    def visit(group: SubGroup) -> None:
+    def visit(group: SubGroup) -> bool:
         in_flight.append(bench.engine.stats().in_flight_count)
         if len(in_flight) == 2:
             bench.engine.inject("")  # lets it go
+        return True
 
     bench.engine.inject("write 1 never")
-    six_sub_groups.walk(visit, [5, 4, 3, 2, 1, 0])
+    six_sub_groups.walk(visit, [0, 1, 2, 3, 4, 5])
     assert in_flight[0] == 0
     assert in_flight[1] >= 1
     assert len(in_flight) == 6

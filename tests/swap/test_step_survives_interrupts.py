@@ -50,8 +50,8 @@ def test_interrupted_steps_taken_again_are_exact(
         except KeyboardInterrupt:
             interrupts(0)
             interrupted += 1
-            begun = int(swapped.state[ours[0]].get("step", 0)) == step + 1
-            if swapped.step_is_unfinished or not begun:
+            done = int(swapped.state[ours[0]].get("step", 0)) == step + 1
+            if swapped.step_is_unfinished or not done:
                 swapped.step()
         reference(step)
     assert interrupted > STEPS // 4

@@ -5,29 +5,37 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nvmeswap.swap.master import MasterRest
 from nvmeswap.swap.sub_group import (
     SEGMENT_GRAIN_NUMEL,
+    MasterForm,
     StateItem,
     SubGroupLayout,
     cut_into_sub_groups,
 )
 
-STATES = ("master", "exp_avg", "exp_avg_sq")
+STATES = ("exp_avg", "exp_avg_sq")
+FORMS = st.sampled_from(list(MasterForm))
+STATE_DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 DTYPES = st.sampled_from([None, torch.bfloat16, torch.float16])
 
 
+@settings(deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, 50_000), DTYPES), max_size=12),
+    st.lists(st.tuples(st.integers(0, 50_000), FORMS, STATE_DTYPES, DTYPES), max_size=12),
     st.integers(1, 100_000),
 )
 def test_cut_for_any_sizes_covers_each_element_once(
-    shards: list[tuple[int, torch.dtype | None]], sub_group_numel: int
+    shards: list[tuple[int, MasterForm, torch.dtype, torch.dtype | None]], sub_group_numel: int
 ) -> None:
     """Else some parameters would silently not be trained, or twice.  field case D01"""
-    items = [StateItem(f"p{i}", n, STATES, dtype) for i, (n, dtype) in enumerate(shards)]
+    items = [
+        StateItem(f"p{i}", n, form, STATES, state_dtype, dtype)
+        for i, (n, form, state_dtype, dtype) in enumerate(shards)
+    ]
     layouts = cut_into_sub_groups(items, sub_group_numel)
     covered: dict[str, list[tuple[int, int]]] = {item.key: [] for item in items}
     for layout in layouts:
@@ -51,7 +59,15 @@ def _assert_regions_are_apart(layout: SubGroupLayout) -> None:
     memory = torch.zeros(layout.slot_nbytes, dtype=torch.uint8)
     regions = []
     for segment in layout.segments:
-        regions += [segment.state(memory, name) for name in segment.offsets_bytes]
+        states = [segment.state(memory, name) for name in STATES]
+        assert all(s.data_ptr() - memory.data_ptr() >= layout.masters_nbytes for s in states)
+        masters = []
+        if segment.item.master is MasterForm.WHOLE:
+            masters = [segment.master(memory)]
+        elif segment.item.master is MasterForm.SPLIT:
+            begin = segment.master_offset_bytes
+            masters = [memory[begin : begin + MasterRest.nbytes_for(segment.numel)]]
+        regions += states + masters
         output = segment.output(memory)
         if output is not None:
             regions.append(output)

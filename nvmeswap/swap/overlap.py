@@ -1,0 +1,166 @@
+"""Updates during backward: a sub-group is updated as soon as its gradients are final.
+
+Backward runs in the caller's thread and tells of each gradient through a hook; the sub-groups are
+walked on the swapper's thread, in the order in which the last backward finished them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from nvmeswap.errors import SwapConfigError, SwapUsageError
+from nvmeswap.swap.traffic import SubGroup
+from nvmeswap.swap.worker import Job
+
+if TYPE_CHECKING:
+    from nvmeswap.swap.swapped import SwappedOptimizer
+
+_POLL_S = 0.1  # arbitrary: how soon a walk that waits for gradients sees that it is to stop
+
+
+@dataclass(frozen=True, slots=True)
+class OverlapSettings:
+    """`SwappedOptimizer(..., overlap=OverlapSettings())`: update during backward.
+
+    `gradient_accumulation_steps`: backward passes that make one step; gradients are final in the
+    last of them. `clip_norm`: each parameter's gradient is clipped to this norm on its own, because
+    the norm over all of them is known only when it is too late.
+    """
+
+    gradient_accumulation_steps: int = 1
+    clip_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        clips = self.clip_norm is not None
+        if self.gradient_accumulation_steps < 1 or (clips and not float(self.clip_norm or 0) > 0):
+            raise SwapConfigError(
+                f"{self} makes no sense",
+                key="overlap",
+                fix="at least one accumulation step, and a positive norm",
+            )
+
+
+class BackwardOverlap:
+    """The step of an optimizer, begun during backward.
+
+    An error in the walk is raised by `step()`. `parameter.grad` is given up once it has been used.
+    Threads: hooks run where backward does, the walk on the swapper's, all else in the training
+    loop's.
+    """
+
+    def __init__(
+        self,
+        optimizer: SwappedOptimizer,
+        settings: OverlapSettings,
+        parameters: Iterable[torch.Tensor],
+    ) -> None:
+        self._optimizer = optimizer
+        self._settings = settings
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._changed = threading.Condition()  # of what follows
+        self._final: dict[str, int] = {}  # key -> its place in the order of arrival
+        self._unused: dict[str, int] = {}  # key -> how many sub-groups still need its gradient
+        self._all_final = False
+        self._pass_count = 0
+        self._pass: int | None = None  # autograd's number of the one under way
+        self._job: Job[None] | None = None
+        self._last_order: dict[str, int] = {}
+        self.watch(parameters)
+
+    @property
+    def is_over(self) -> bool:
+        """False while a step is being made behind backward."""
+        return self._job is None
+
+    def watch(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Wait for the gradients of these, too."""
+        for parameter in parameters:
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._arrived))
+
+    def finish(self) -> None:
+        """No more gradients will come: wait for the walk; raises what went wrong in it."""
+        with self._changed:
+            self._all_final = True
+            self._changed.notify_all()
+        job = self._job
+        if job is not None:
+            job.wait()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Forget the step; wait until its walk has stopped."""
+        job, self._job = self._job, None
+        if job is not None and not job.is_over():
+            job.stop()
+        with self._changed:
+            self._last_order = self._final or self._last_order
+            self._final, self._unused = {}, {}
+            self._all_final = False
+            self._pass_count, self._pass = 0, None
+
+    def close(self) -> None:
+        """Hear of no more gradients."""
+        for hook in self._hooks:
+            hook.remove()
+        self.abandon()
+
+    # --- in backward --------------------------------------------------------------------------
+
+    def _arrived(self, parameter: torch.Tensor) -> None:
+        number = torch._C._current_graph_task_id()
+        if number != self._pass:
+            self._pass = number
+            self._pass_count += 1
+        if self._pass_count < self._settings.gradient_accumulation_steps:
+            return
+        key = self._optimizer.key_of(parameter)
+        if key in self._final or self._pass_count > self._settings.gradient_accumulation_steps:
+            raise SwapUsageError(
+                f"a gradient of shape {tuple(parameter.shape)} came after its update had begun",
+                fix="tell OverlapSettings how many backward passes make a step, call step() after "
+                "the last, and use checkpoint(..., use_reentrant=False)",
+            )
+        if self._job is None:
+            self._job = self._optimizer.start_step(self._in_expected_order, self._ready)
+        self._optimizer.expect_gradient(key, self._scale(parameter))
+        with self._changed:
+            self._final[key] = len(self._final)
+            self._changed.notify_all()
+
+    def _scale(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        if self._settings.clip_norm is None or parameter.grad is None:
+            return None
+        norm = torch.linalg.vector_norm(parameter.grad)
+        return torch.clamp(self._settings.clip_norm / (norm + 1e-6), max=1.0).cpu()
+
+    def _in_expected_order(self, groups: list[SubGroup]) -> list[int]:
+        """As the last backward finished them; the first time, from the last parameter to the
+        first."""
+        self._unused = Counter(s.key for group in groups for s in group.layout.segments)
+        last = len(self._last_order)
+
+        def when(group: SubGroup) -> int:
+            return max(self._last_order.get(each.key, last) for each in group.layout.segments)
+
+        return [group.index for group in sorted(reversed(groups), key=when)]
+
+    # --- on the swapper's thread --------------------------------------------------------------
+
+    def used(self, group: SubGroup) -> None:
+        """A sub-group has been updated: gradients that no other needs are given up."""
+        for segment in group.layout.segments:
+            self._unused[segment.key] -= 1
+            if self._unused[segment.key] == 0 and segment.key in self._final:
+                self._optimizer.parameter(segment.key).grad = None
+
+    def _ready(self, group: SubGroup, stopped: Callable[[], bool]) -> None:
+        keys = {segment.key for segment in group.layout.segments}
+        with self._changed:
+            while not (self._all_final or keys <= self._final.keys() or stopped()):
+                self._changed.wait(_POLL_S)

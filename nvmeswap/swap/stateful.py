@@ -1,0 +1,217 @@
+"""What a swapped optimizer keeps of its parameters, and how it goes in and out: state_dict,
+checkpoint files, single values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from nvmeswap.errors import SwapUsageError
+from nvmeswap.swap.home import ParameterHome
+from nvmeswap.swap.optimizer import PipelinedOptimizerSwapper
+from nvmeswap.swap.saved_states import SavedStates, save_states
+from nvmeswap.swap.states import OptimizerStates, Source
+from nvmeswap.swap.sub_group import MASTER
+
+# How torch computes, not what: a state that is loaded leaves these as they are.
+_HOW_IT_RUNS = ("fused", "foreach", "capturable", "differentiable")
+
+
+class StatefulOptimizer(Optimizer):
+    """The base of `SwappedOptimizer`: parameters by key and their states. `self.state` has only
+    the scalars (step counts) of a parameter; its states are the swapper's."""
+
+    _home: ParameterHome
+    _states: OptimizerStates
+    _swapper: PipelinedOptimizerSwapper | None
+    _state_dtype: torch.dtype
+    _by_key: dict[str, torch.Tensor]
+    _owned: set[torch.Tensor]
+    # Parameters that have been updated: those with states. (A class may have no step count.)
+    _started: set[str]
+
+    def _own(self, parameters: Iterable[torch.Tensor]) -> None:
+        for parameter in parameters:
+            self._by_key[self._home.key_of(parameter)] = parameter
+            self._owned.add(parameter)
+
+    def key_of(self, parameter: torch.Tensor) -> str:
+        """The name that its states are stored under."""
+        return self._home.key_of(parameter)
+
+    def parameter(self, key: str) -> torch.Tensor:
+        """The parameter of that name."""
+        return self._by_key[key]
+
+    # --- all of it ----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the plain optimizer's, and `master` where a parameter has one, all read into host
+        memory. `save` streams it to a file instead."""
+        self._refuse_in_a_step()
+        packed = super().state_dict()  # the scalars
+        state = {index: dict(scalars) for index, scalars in packed["state"].items()}
+        for index, parameter in self._numbered():
+            key = self._home.key_of(parameter)
+            if key in self._started:
+                states = state.setdefault(index, {})
+                for name in self._states.names(key):
+                    states[name] = self._states.read(key, name).view(self._shape_of(key))
+        return {**packed, "state": state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, for what this, the plain optimizer or any other of ours saved. A parameter
+        without state begins anew; where the state has a master, the parameter gets its values, else
+        the master the parameter's. A step that is unfinished is forgotten.
+
+        Raises SwapManifestError, before anything is changed, for a state of another size. After any
+        other error load again.
+        """
+        loaded = {}
+        for index, state in state_dict["state"].items():
+            dense = {
+                name: Source.of(value)
+                for name, value in state.items()
+                if isinstance(value, torch.Tensor) and (value.dim() or name == MASTER)
+            }
+            scalars = {
+                name: value.clone() if isinstance(value, torch.Tensor) else value
+                for name, value in state.items()
+                if name not in dense
+            }
+            loaded[index] = {**scalars, **dense}
+        self._load(loaded, state_dict["param_groups"], state_dict)
+
+    def save(self, path: str | Path) -> None:
+        """Write to one safetensors file all that `state_dict` has, with no more than a sub-group in
+        memory. It appears at `path` when it is complete, and not before.
+
+        Raises SwapSpaceError, SwapPathError, SwapWriteError with an older file as it was.
+        """
+        self._refuse_in_a_step()
+        keys = {
+            self._home.key_of(parameter): index
+            for index, parameter in self._numbered()
+            if self._home.key_of(parameter) in self._started
+        }
+        save_states(
+            Path(path),
+            Optimizer.state_dict(self),
+            {
+                key: {name: self._states.dtype(key, name) for name in self._states.names(key)}
+                for key in keys
+            },
+            {key: (index, self._shape_of(key)) for key, index in keys.items()},
+            lambda take: self._states.stream(keys, take),
+        )
+
+    def load(self, path: str | Path) -> None:
+        """As `load_state_dict`, from a file that `save` wrote, streamed. Raises SwapPathError,
+        SwapReadError, SwapManifestError for another file."""
+        with SavedStates(Path(path)) as saved:
+            self._load(saved.states, saved.param_groups, {})
+
+    def _load(
+        self,
+        loaded: Mapping[int, Mapping[str, Source | Any]],
+        groups: list[dict[str, Any]],
+        rest: Mapping[str, Any],
+    ) -> None:
+        swapper = self._attached()
+        numbers = [index for group in groups for index in group["params"]]
+        states, scalars = {}, {}
+        for (_, parameter), number in zip(self._numbered(), numbers, strict=False):
+            if parameter in self._owned:
+                key = self._home.key_of(parameter)
+                sorted_out = self._states.sort_out(key, loaded.get(number, {}))
+                states[key], scalars[key] = sorted_out
+        kept = [
+            (
+                {name: group[name] for name in _HOW_IT_RUNS if name in group},
+                [name for name, value in group.items() if isinstance(value, tuple)],  # not in JSON
+            )
+            for group in self.param_groups
+        ]
+        super().load_state_dict({**rest, "state": {}, "param_groups": groups})
+        for group, (how, tuples) in zip(self.param_groups, kept, strict=True):
+            group.update(how)
+            group.update({name: tuple(group[name]) for name in tuples if name in group})
+        self._forget_step()
+        started = {
+            self._home.key_of(parameter)
+            for (_, parameter), number in zip(self._numbered(), numbers, strict=False)
+            if loaded.get(number)
+        }
+        self._states.write(states)
+        self.state.clear()
+        for key in started & states.keys():
+            self.state[self._by_key[key]] = scalars[key]
+        self._started = started & states.keys()
+        self._home.forget_edits()
+        swapper.mend()
+
+    # --- of one parameter ---------------------------------------------------------------------
+
+    def read_state(self, parameter: torch.Tensor, name: str = MASTER) -> torch.Tensor:
+        """A copy of a parameter's exact fp32 value ("master"), or of one of its states, in its
+        shape; zeros where it was never updated."""
+        key = self._key_of(parameter)
+        if name != MASTER and key not in self._started:
+            return torch.zeros(self._shape_of(key), dtype=self._state_dtype)
+        return self._states.read(key, name).view(self._shape_of(key))
+
+    def write_state(
+        self, parameter: torch.Tensor, values: torch.Tensor, name: str = MASTER
+    ) -> None:
+        """Replace a parameter's exact fp32 value (and with it the parameter), or one of its
+        states."""
+        key = self._key_of(parameter)
+        if name != MASTER and key not in self._started:
+            raise SwapUsageError(f"a parameter that was never updated has no {name}")
+        self._states.write({key: {name: Source.of(values)}})
+        self._home.forget_edits()
+
+    def _shape_of(self, key: str) -> tuple[int, ...]:
+        return tuple(self._home.shape(self._by_key[key]))
+
+    def _key_of(self, parameter: torch.Tensor) -> str:
+        self._refuse_in_a_step()
+        if parameter not in self._owned:
+            raise SwapUsageError("that parameter is not one of this optimizer's")
+        return self._home.key_of(parameter)
+
+    def _refuse_in_a_step(self) -> None:
+        """Raise if a step is unfinished, or the optimizer closed."""
+        raise NotImplementedError
+
+    def _forget_step(self) -> None:
+        """A step that is unfinished will never be finished."""
+        raise NotImplementedError
+
+    def _numbered(self) -> list[tuple[int, torch.Tensor]]:
+        """Parameters with the numbers that a state_dict knows them by."""
+        return list(enumerate(p for group in self.param_groups for p in group["params"]))
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise SwapUsageError(
+            "a swapped optimizer can't be copied or pickled", fix="save its state_dict()"
+        )
+
+    @property
+    def swapper(self) -> PipelinedOptimizerSwapper:
+        """The state's swapper."""
+        return self._attached()
+
+    @property
+    def states(self) -> OptimizerStates:
+        """Masters and states by the parameters' keys."""
+        return self._states
+
+    def _attached(self) -> PipelinedOptimizerSwapper:
+        if self._swapper is None:
+            raise SwapUsageError("this optimizer is closed", fix="build a new one")
+        return self._swapper

@@ -1,0 +1,219 @@
+"""States of single parameters, read and written outside a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nvmeswap.errors import SwapManifestError, SwapUsageError
+from nvmeswap.store.store import StoreRequest
+from nvmeswap.swap.home import ParameterHome
+from nvmeswap.swap.optimizer import PipelinedOptimizerSwapper
+from nvmeswap.swap.sub_group import MASTER, STATE_DTYPE, MasterForm, Segment
+from nvmeswap.swap.traffic import SubGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A flat state to be loaded: `read(start, stop)` gives those elements, any dtype and device."""
+
+    numel: int
+    read: Callable[[int, int], Tensor]
+
+    @classmethod
+    def of(cls, values: Tensor) -> Source:
+        """From a tensor of any shape."""
+        flat = values.detach().reshape(-1)
+        return cls(flat.numel(), lambda start, stop: flat[start:stop])
+
+
+class OptimizerStates:
+    """Masters and states by key and name, whatever form and place they have; flat tensors.
+
+    Blocking: all but `publish_with` wait for the disk. Threads: the training loop's; what is
+    called by a visit, on the swapper's.
+    """
+
+    def __init__(
+        self,
+        swapper: PipelinedOptimizerSwapper,
+        home: ParameterHome,
+        by_key: Mapping[str, Tensor],
+    ) -> None:
+        self._swapper = swapper
+        self._home = home
+        self._by_key = by_key
+
+    # --- for visits ---------------------------------------------------------------------------
+
+    def fill_in_masters(self, group: SubGroup) -> bool:
+        """A visit: the first masters, as the parameters are. (A split one that is its parameter has
+        a rest of zeros, which is what the memory holds.)"""
+        changed = False
+        for segment in group.layout.segments:
+            if segment.item.master is MasterForm.WHOLE:
+                values = self._home.initial_values(self._by_key[segment.key])
+                assert values is not None
+                segment.master(group.memory).copy_(values[segment.start : segment.stop])
+                changed = True
+        return changed
+
+    def publish_with(self, group: SubGroup, segment: Segment) -> None:
+        """Have the new values in a slot handed to their parameter when the sub-group is written."""
+        output = segment.output(group.memory)
+        values = segment.master(group.memory) if output is None else output
+        parameter, start = self._by_key[segment.key], segment.start
+
+        def publish() -> list[StoreRequest]:
+            return self._home.publish(parameter, start, values)
+
+        self._swapper.written_with(group, publish)
+
+    # --- for users ----------------------------------------------------------------------------
+
+    def names(self, key: str) -> tuple[str, ...]:
+        """What is to be saved of a parameter; its master unless the parameter is that."""
+        item = self._item(key)
+        return item.states if item.master is MasterForm.IN_PLACE else (MASTER, *item.states)
+
+    def dtype(self, key: str, name: str) -> torch.dtype:
+        """Of a state or a master."""
+        return STATE_DTYPE if name == MASTER else self._item(key).state_dtype
+
+    def read(self, key: str, name: str) -> Tensor:
+        """A copy of a state, or of the master (fp32), flat, in host memory."""
+        item = self._item(key)
+        self._check_name(key, name)
+        out = torch.empty(item.numel, dtype=self.dtype(key, name))
+
+        def copy(group: SubGroup) -> None:
+            for segment in group.layout.segments:
+                if segment.key == key:
+                    values = self._values(group, segment, name)
+                    out[segment.start : segment.stop].copy_(values)
+
+        self._swapper.look_at([key], copy)
+        return out
+
+    def stream(self, keys: Collection[str], take: Callable[[str, str, int, Tensor], None]) -> None:
+        """Give all that is to be saved to `take`(key, name, start, values), piece by piece, in the
+        order in which it is stored; `values` are valid in the call only."""
+
+        def give(group: SubGroup) -> None:
+            for segment in group.layout.segments:
+                if segment.key in keys:
+                    for name in self.names(segment.key):
+                        values = self._values(group, segment, name)
+                        take(segment.key, name, segment.start, values)
+
+        self._swapper.look_at(keys, give)
+
+    def write(self, values: Mapping[str, Mapping[str, Source]]) -> None:
+        """Replace states, and masters and with them the parameters, by key and name. Raises
+        SwapUsageError, SwapManifestError for what does not fit before anything has changed; what a
+        source raises, midway."""
+        for key, sources in values.items():
+            for name, source in sources.items():
+                self._check_name(key, name)
+                self.check_numel(key, name, source)
+
+        def replace(group: SubGroup) -> bool:
+            for segment in group.layout.segments:
+                for name, source in values.get(segment.key, {}).items():
+                    piece = source.read(segment.start, segment.stop)
+                    if name == MASTER:
+                        self._replace_master(group, segment, piece)
+                    else:
+                        segment.state(group.memory, name).copy_(piece)
+            return True
+
+        self._swapper.change([key for key, sources in values.items() if sources], replace)
+
+    def sort_out(
+        self, key: str, state: Mapping[str, Source | Any]
+    ) -> tuple[dict[str, Source], dict[str, Any]]:
+        """The dense part of a saved state, and the scalars; a master that is missing is the
+        parameter. Raises SwapManifestError for what does not fit."""
+        item = self._item(key)
+        known = (MASTER, *item.states)
+        dense = {name: state[name] for name in known if name in state}
+        for name, source in dense.items():
+            self.check_numel(key, name, source)
+        missing = [name for name in item.states if state and name not in state]
+        if missing:
+            raise SwapManifestError(
+                f"{key}: the state to be loaded has no {missing[0]}",
+                field=missing[0],
+                fix="load what the same optimizer with the same options saved",
+            )
+        if item.master is MasterForm.IN_PLACE:
+            dense.pop(MASTER, None)
+        elif MASTER not in dense:
+            values = self._home.initial_values(self._by_key[key])
+            if values is not None:
+                dense[MASTER] = Source.of(values)
+        return dense, {name: value for name, value in state.items() if name not in known}
+
+    def check_numel(self, key: str, name: str, source: Source) -> None:
+        """Raise SwapManifestError if a state to be loaded has another size."""
+        numel = self._item(key).numel
+        if source.numel != numel:
+            raise SwapManifestError(
+                f"{key}: the {name} to be loaded has {source.numel} elements, not {numel}",
+                field="shape",
+                fix="load the state of a model of the same shape (and number of ranks)",
+            )
+
+    # --- how ----------------------------------------------------------------------------------
+
+    def _item(self, key: str) -> Any:
+        return self._swapper.item(key) or self._home.item(self._by_key[key], (), STATE_DTYPE)
+
+    def _check_name(self, key: str, name: str) -> None:
+        item = self._item(key)
+        if name != MASTER and name not in item.states and item.numel:
+            raise SwapUsageError(
+                f"{key} has no state called {name}", fix=f"it has {', '.join(self.names(key))}"
+            )
+
+    def _values(self, group: SubGroup, segment: Segment, name: str) -> Tensor:
+        if name != MASTER:
+            return segment.state(group.memory, name)
+        if segment.item.master is MasterForm.WHOLE:
+            return segment.master(group.memory)
+        here = self._place(group, segment)
+        if segment.item.master is MasterForm.IN_PLACE:
+            return here
+        master = torch.empty(segment.numel, dtype=STATE_DTYPE)
+        segment.rest(group.memory).join(0, here, master)
+        return master
+
+    def _replace_master(self, group: SubGroup, segment: Segment, values: Tensor) -> None:
+        exact = values.to("cpu", STATE_DTYPE)
+        if segment.item.master is MasterForm.IN_PLACE:
+            self._place(group, segment).copy_(exact)
+            return
+        if segment.item.master is MasterForm.WHOLE:
+            segment.master(group.memory).copy_(exact)
+            output = segment.output(group.memory)
+            if output is not None:
+                output.copy_(exact)
+        else:
+            here = self._place(group, segment)
+            segment.rest(group.memory).split(0, exact.contiguous(), here)
+            here[:0].zero_()  # autograd's version counter
+        if self._home.in_place(self._by_key[segment.key]) is None:
+            self.publish_with(group, segment)
+
+    def _place(self, group: SubGroup, segment: Segment) -> Tensor:
+        """Where the parameter's own elements are: its memory, or the slot."""
+        whole = self._home.in_place(self._by_key[segment.key])
+        if whole is not None:
+            return whole[segment.start : segment.stop]
+        output = segment.output(group.memory)
+        assert output is not None
+        return output

@@ -1,0 +1,413 @@
+"""`SwappedOptimizer`: any elementwise torch optimizer with its state on NVMe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.optim import Optimizer
+
+from nvmeswap.config import AioConfig, SwapBlock
+from nvmeswap.errors import SwapError, SwapUsageError
+from nvmeswap.stats import OptimizerStats
+from nvmeswap.swap.elementwise import ElementwiseOptimizer
+from nvmeswap.swap.home import ParameterHome, ResidentHome
+from nvmeswap.swap.optimizer import DEFAULT_BUFFER_COUNT, PipelinedOptimizerSwapper, Ready
+from nvmeswap.swap.overlap import BackwardOverlap, OverlapSettings
+from nvmeswap.swap.sizing import Sizing, open_space
+from nvmeswap.swap.space import SwapSpace
+from nvmeswap.swap.stateful import StatefulOptimizer
+from nvmeswap.swap.states import OptimizerStates
+from nvmeswap.swap.sub_group import STATE_DTYPE, StateItem, SubGroupLayout
+from nvmeswap.swap.traffic import SubGroup
+from nvmeswap.swap.update import Turn, update_segment
+from nvmeswap.swap.worker import Job
+
+_Optimizer = TypeVar("_Optimizer", bound="SwappedOptimizer")
+Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
+
+
+@dataclass(eq=False, slots=True)
+class Step:
+    """A step under way. It is made whole and then set in one assignment, so that whatever
+    interrupts a step, Ctrl-C included, the next call of `step` finds either none or one to go on
+    with.
+
+    `before`: the scalars (step count and the like) of each parameter that may be updated, None for
+    one that never was; `after`: those of the ones that have been. `edits`: values that others wrote
+    to it since the last step, or None. `options`: the group of each. `expected`: those whose
+    gradient is there, and must not be lost before it is used. `remaining`: the sub-groups
+    not yet updated. `walked`: all are, but with several ranks
+    another one may not have got so far.
+    """
+
+    before: dict[str, Mapping[str, Any] | None]
+    edits: dict[str, torch.Tensor | None]
+    options: dict[str, dict[str, Any]]
+    expected: set[str]
+    remaining: list[int]
+    after: dict[str, dict[str, Any]] = field(default_factory=dict)
+    walked: bool = False
+
+
+class SwappedOptimizer(StatefulOptimizer):
+    """`optimizer_class`, whose state lives on NVMe and is in memory only while it is updated.
+
+        optimizer = SwappedOptimizer(
+            torch.optim.AdamW, model.parameters(), lr=1e-3, nvme_path="/mnt/nvme"
+        )
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.close()
+
+    It is for optimizers that treat each element alone and keep states of the parameter's shape
+    (AdamW, Adam, SGD, Adagrad, RMSprop, Lion, ...); others are refused by name. fp32 parameters get
+    the values, bit for bit, of `optimizer_class(params, fused=True, ...)` (without `fused` where
+    the class has none, and as you say where you say it); bf16 and fp16 ones those of fp32 masters
+    that are updated so, rounded. It can be used wherever torch takes an optimizer.
+
+    Args: `options` as the class takes them; `nvme_path`, an existing folder, or one on each of
+    several drives; `sub_group_size`, the most elements read, updated and written together (None:
+    from the budget); `buffer_count`, how many of those the pipeline has in memory (3 overlap
+    reading, updating and writing); `ratio`, the share of sub-groups that is swapped, the rest stays
+    in memory, as does what `swap.host_memory_nbytes` leaves room for; `state_dtype`, bfloat16
+    halves the states and is NOT exact; `update_thread_count`, of torch's threads for the update;
+    `overlap`, updates during backward; `pin_memory`, page-lock the memory; `swap` and `aio`, as in
+    the JSON.
+    Raises: SwapPathError, SwapBudgetError, SwapSpaceError on construction, SwapUsageError for an
+    optimizer that can't be served; SwapReadError or SwapWriteError in `step`, which can be called
+    again and goes on where it stopped.
+    Blocking: `step` waits for the disk.
+    Threads: the training loop's only.
+    Not for parameters that are swapped themselves: that is `nvmeswap.zero3.shard`.
+    """
+
+    _space: SwapSpace | None
+    _overlap: BackwardOverlap | None
+    _step: Step | None
+
+    def __init__(
+        self,
+        optimizer_class: type[Optimizer],
+        params: Params,
+        *,
+        nvme_path: str | Path | Sequence[str | Path],
+        sub_group_size: int | None = None,
+        buffer_count: int = DEFAULT_BUFFER_COUNT,
+        ratio: float = 1.0,
+        state_dtype: torch.dtype = STATE_DTYPE,
+        update_thread_count: int | None = None,
+        overlap: OverlapSettings | None = None,
+        pin_memory: bool = True,
+        swap: SwapBlock | None = None,
+        aio: AioConfig | None = None,
+        **options: Any,
+    ) -> None:
+        sizing = Sizing(nvme_path, sub_group_size, buffer_count, ratio, pin_memory)
+        self._begin(optimizer_class, params, ResidentHome(), options, state_dtype)
+        items = self.items()
+        swap = swap or SwapBlock()
+        numel = sizing.sub_group_numel(items, swap.host_memory_nbytes)
+        self._sub_group_numel = numel
+        layouts = PipelinedOptimizerSwapper.lay_out(items, numel)
+        self._space = open_space(sizing, layouts, swap, aio or AioConfig())
+        self.attach(
+            PipelinedOptimizerSwapper(
+                layouts,
+                store=self._space.store,
+                pool=self._space.pools["optimizer"],
+                timeout_s=self._space.timeout_s,
+                buffer_count=buffer_count,
+                thread_count=update_thread_count,
+            )
+        )
+        if overlap is not None:
+            self._overlap = BackwardOverlap(self, overlap, self._trained())
+
+    @classmethod
+    def over(
+        cls: type[_Optimizer],
+        optimizer_class: type[Optimizer],
+        params: Params,
+        home: ParameterHome,
+        *,
+        state_dtype: torch.dtype = STATE_DTYPE,
+        **options: Any,
+    ) -> _Optimizer:
+        """For plugs: an optimizer over a home of theirs. `attach` must follow, with a swapper over
+        what `lay_out` gave."""
+        optimizer = cls.__new__(cls)
+        optimizer._begin(optimizer_class, params, home, options, state_dtype)
+        return optimizer
+
+    def _begin(
+        self,
+        optimizer_class: type[Optimizer],
+        params: Params,
+        home: ParameterHome,
+        options: Mapping[str, Any],
+        state_dtype: torch.dtype,
+    ) -> None:
+        self._rule = ElementwiseOptimizer(optimizer_class, options)
+        self._home = home
+        self._state_dtype = state_dtype
+        self._space = None
+        self._swapper = None
+        self._overlap = None
+        self._step = None
+        self._started = set()
+        self._scales: dict[str, torch.Tensor] = {}  # of gradients, in the next step
+        super().__init__(params, dict(self._rule.defaults))
+        self._by_key = {}
+        self._owned = set()
+        self._own(self._trained())
+
+    def items(self, first_group: int = 0) -> list[StateItem]:
+        """What is to be laid out: all parameters that require gradients, in the order of the
+        groups (from `first_group` on)."""
+        return [
+            self._home.item(parameter, self._rule.states_of(group), self._state_dtype)
+            for group in self.param_groups[first_group:]
+            for parameter in group["params"]
+            if parameter.requires_grad
+        ]
+
+    def lay_out(self, sub_group_numel: int) -> list[SubGroupLayout]:
+        """The sub-groups of all of them."""
+        return PipelinedOptimizerSwapper.lay_out(self.items(), sub_group_numel)
+
+    def attach(self, swapper: PipelinedOptimizerSwapper) -> None:
+        """Use `swapper`, laid out by `lay_out`, and write the first masters, as the parameters are
+        (states come with the first step)."""
+        self._swapper = swapper
+        self._states = OptimizerStates(swapper, self._home, self._by_key)
+        swapper.initialise(self._states.fill_in_masters)
+
+    # --- torch.optim.Optimizer ----------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """One update of every parameter that has a gradient.
+
+        After an error nothing is lost: the next call goes on with the sub-groups that are left.
+        """
+        if closure is not None:
+            raise SwapUsageError(
+                "step(closure) is not served",
+                fix="compute the loss and call backward() before step()",
+            )
+        swapper, overlap = self._attached(), self._overlap
+        error = None
+        try:
+            if overlap is not None:
+                overlap.finish()
+            if self._step is None:
+                self._begin_step(swapper)
+            elif not self._step.walked:
+                self._refuse_lost_gradients(swapper, self._step)
+            assert self._step is not None
+            if not self._step.walked:
+                swapper.walk(self._visit, self._step.remaining)
+                self._step.walked = True
+        except SwapUsageError:
+            raise
+        except SwapError as failure:
+            error = failure
+        self._home.after_step(error)
+        assert self._step is not None
+        for key, scalars in self._step.after.items():
+            self.state[self._by_key[key]] = scalars
+        self._started |= self._step.after.keys()
+        self._step = None
+        self._scales.clear()
+
+    def start_step(
+        self, order: Callable[[list[SubGroup]], list[int]], ready: Ready
+    ) -> Job[None]:
+        """Begin a step, over all parameters, whose gradients are still to come: for the overlap."""
+        swapper = self._attached()
+        self._begin_step(swapper, order)
+        assert self._step is not None
+        return swapper.start_walk(self._visit, self._step.remaining, ready)
+
+    def _begin_step(
+        self,
+        swapper: PipelinedOptimizerSwapper,
+        order: Callable[[list[SubGroup]], list[int]] | None = None,
+    ) -> None:
+        self._refuse_strangers()
+        self._home.before_step()
+        keys = {
+            key
+            for key, parameter in self._by_key.items()
+            if order is not None or self._home.gradient(parameter) is not None
+        }
+        expected = set(keys) if order is None else set()
+        before: dict[str, Mapping[str, Any] | None] = {
+            key: dict(self.state[self._by_key[key]]) if key in self._started else None
+            for key in keys
+        }
+        edits = {key: self._home.edited_values(self._by_key[key]) for key in keys}
+        # The groups are looked up anew: load_state_dict replaces them, users change them.
+        options = {
+            self._home.key_of(parameter): group
+            for group in self.param_groups
+            for parameter in group["params"]
+        }
+        remaining = swapper.order(keys) if order is None else order(swapper.groups_of(keys))
+        self._step = Step(before, edits, options, expected, remaining)
+
+    def _refuse_strangers(self) -> None:
+        """A parameter that was frozen when the optimizer was built has no state here."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter not in self._owned and parameter.grad is not None:
+                    raise SwapUsageError(
+                        f"a parameter of shape {tuple(parameter.shape)} was frozen when this "
+                        "optimizer was built, and has a gradient now",
+                        fix="set requires_grad first, then build the optimizer",
+                    )
+
+    def _refuse_lost_gradients(self, swapper: PipelinedOptimizerSwapper, step: Step) -> None:
+        for key in swapper.keys_of(step.remaining) & step.expected:
+            if self._home.gradient(self._by_key[key]) is None:
+                raise SwapUsageError(
+                    "gradients were forgotten in the middle of a step that failed",
+                    fix="go back to a checkpoint; next time call step() again first",
+                )
+
+    def _visit(self, sub_group: SubGroup) -> bool:
+        """Update what has a gradient in a sub-group that is in memory; True if anything has."""
+        step = self._step
+        assert step is not None
+        changed = False
+        for segment in sub_group.layout.segments:
+            turn = self._turn(step, segment.key)
+            if turn is None:
+                continue
+            changed = True
+            in_place = self._home.in_place(self._by_key[segment.key])
+            step.after[segment.key] = update_segment(
+                self._rule, segment, sub_group.memory, in_place, turn
+            )
+            if in_place is None:
+                self._states.publish_with(sub_group, segment)
+        if self._overlap is not None:
+            self._overlap.used(sub_group)
+        return changed
+
+    def _turn(self, step: Step, key: str) -> Turn | None:
+        if key not in step.before:
+            return None
+        gradient = self._home.gradient(self._by_key[key])
+        if gradient is None:
+            return None
+        return Turn(
+            gradient, self._scales.get(key), step.before[key], step.options[key], step.edits[key]
+        )
+
+    def expect_gradient(self, key: str, scale: torch.Tensor | None) -> None:
+        """A gradient of the step under way is final; it is to be multiplied by `scale`."""
+        assert self._step is not None
+        if scale is not None:
+            self._scales[key] = scale
+        self._step.expected.add(key)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; gradients that are kept on the host are forgotten (or zeroed), too."""
+        if self._step is not None:
+            raise SwapUsageError(
+                "the last step failed half-way and still needs its gradients",
+                fix="call step() again until it succeeds, or go back to a checkpoint",
+            )
+        super().zero_grad(set_to_none)
+        self._home.zero_gradients(set_to_none=set_to_none)
+        self._scales.clear()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's, at any time between steps. Raises SwapBudgetError where the memory taken at
+        the start is too small for it, SwapSpaceError; then nothing has changed."""
+        swapper = self._swapper
+        if swapper is None:
+            super().add_param_group(param_group)  # the constructor's
+            return
+        self._refuse_in_a_step()
+        first_group = len(self.param_groups)
+        super().add_param_group(param_group)
+        try:
+            added = swapper.add(self.items(first_group), self._sub_group_numel)
+        except BaseException:
+            del self.param_groups[first_group:]
+            raise
+        trained = [p for p in self.param_groups[-1]["params"] if p.requires_grad]
+        self._own(trained)
+        if self._overlap is not None:
+            self._overlap.watch(trained)
+        swapper.initialise(self._states.fill_in_masters, added)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """As torch.nn.utils.clip_grad_norm_ over all parameters of this optimizer."""
+        if self._overlap is not None:
+            raise SwapUsageError(
+                "the total norm is known only when backward is over, and by then parameters have "
+                "been updated",
+                fix="give OverlapSettings(clip_norm=...), which clips each parameter's gradient on "
+                "its own, or don't overlap",
+            )
+        return torch.nn.utils.clip_grad_norm_(
+            self._by_key.values(), max_norm, norm_type, error_if_nonfinite
+        )
+
+    # --- beyond torch -------------------------------------------------------------------------
+
+    def _refuse_in_a_step(self) -> None:
+        self._attached()
+        if self._step is not None:
+            raise SwapUsageError(
+                "a step is unfinished: its state is of two steps", fix="call step() again first"
+            )
+
+    def _forget_step(self) -> None:
+        if self._overlap is not None:
+            self._overlap.abandon()
+        self._step = None
+        self._scales.clear()
+
+    @property
+    def step_is_unfinished(self) -> bool:
+        """True if a step failed or was interrupted half-way: `step` must be called again, with the
+        gradients as they are."""
+        return self._step is not None
+
+    def flush(self) -> None:
+        """Wait until all state is on NVMe; raises what went wrong."""
+        self._attached().flush()
+
+    def stats(self) -> OptimizerStats:
+        """Counters since the start."""
+        return self._attached().stats()
+
+    def close(self) -> None:
+        """Remove the swap files and give the memory back; the optimizer can't be used after it."""
+        swapper, self._swapper = self._swapper, None
+        if self._overlap is not None:
+            self._overlap.close()
+        if swapper is not None:
+            swapper.close()
+        space, self._space = self._space, None
+        if space is not None:
+            space.close()
+
+    def _trained(self) -> list[torch.Tensor]:
+        return [
+            parameter
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad
+        ]
