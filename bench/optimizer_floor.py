@@ -12,36 +12,37 @@ from report import Samples
 from nvmeswap.cli.bench.trial import TrialFile
 from nvmeswap.cli.bench.usage import Stopwatch, Usage
 from nvmeswap.io.probe import FolderProbe, probe_folder
-from nvmeswap.swap.pieces import AdamWOptions, adamw_update
+from nvmeswap.swap.swapped import SwappedOptimizer
 
-_OPTIONS = AdamWOptions(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01,
-                        maximize=False)
-_ROUND_NUMEL = 32 << 20  # 384 MiB of state: far beyond any cache
+_ROUND_NUMEL = 32 << 20  # 320 MiB of state: far beyond any cache
 
 
 class UpdateAlone:
-    """Our update over state in RAM: as many elements as the step has, in memory that is walked
-    again and again, large enough that none of it is in a cache when it is met."""
+    """Our update with all state in RAM, of as many elements as the step has: a smaller parameter
+    that is stepped again and again, but too large for any of it to be in a cache when it is met."""
 
-    def __init__(self, numel: int) -> None:
+    def __init__(self, numel: int, folder: Path) -> None:
         self._numel = numel
-        round_numel = min(numel, _ROUND_NUMEL)
-        self._states = [torch.zeros(round_numel) for _ in range(3)]
-        self._values = torch.zeros(round_numel, dtype=torch.bfloat16)
-        self._gradient = torch.empty(round_numel, dtype=torch.bfloat16).uniform_(-1e-3, 1e-3)
-        self._step = 0
+        self._round_numel = min(numel, _ROUND_NUMEL)
+        parameter = torch.nn.Parameter(torch.zeros(self._round_numel, dtype=torch.bfloat16))
+        parameter.grad = torch.empty_like(parameter).uniform_(-1e-3, 1e-3)
+        self._optimizer = SwappedOptimizer(
+            torch.optim.AdamW, [parameter], lr=1e-4, nvme_path=folder, ratio=0.0
+        )
+        self._optimizer.step()  # makes the moments
 
     def run(self) -> Usage:
+        """Nothing is moved; the time of the last, incomplete round is taken in proportion."""
+        count = -(-self._numel // self._round_numel)
         watch = Stopwatch()
-        left = self._numel
-        while left > 0:
-            count = min(left, self._gradient.numel())
-            master, exp_avg, exp_avg_sq = (state[:count] for state in self._states)
-            self._step += 1
-            adamw_update(master, self._gradient[:count], exp_avg, exp_avg_sq, step=self._step,
-                         options=_OPTIONS, output=self._values[:count])
-            left -= count
-        return watch.usage(sum(state.element_size() for state in self._states) * self._numel)
+        for _ in range(count):
+            self._optimizer.step()
+        taken = watch.usage(0)
+        share = self._numel / (count * self._round_numel)
+        return Usage(0, taken.wall_s * share, taken.cpu_s * share)
+
+    def close(self) -> None:
+        self._optimizer.close()
 
 
 class BytesAlone:
@@ -72,8 +73,8 @@ class BytesAlone:
 class Floor:
     """Both, one after the other, as one variant of a round. Without fio the update only."""
 
-    def __init__(self, numel: int, bytes_alone: BytesAlone | None) -> None:
-        self._update = UpdateAlone(numel)
+    def __init__(self, update: UpdateAlone, bytes_alone: BytesAlone | None) -> None:
+        self._update = update
         self._bytes = bytes_alone
 
     def run(self) -> Samples:

@@ -29,8 +29,8 @@ def make_parameters(torch: Any, blocks: int) -> list[Any]:
 def begin() -> Callable[..., dict[str, Any]]:
     import torch
 
-    from nvmeswap import SwappedOptimizer
     from nvmeswap.config import SwapBlock
+    from nvmeswap.swap.swapped import SwappedOptimizer
 
     parameters: list[Any] = []
     optimizer: Any = None

@@ -22,7 +22,7 @@ from deepspeed_search import WARM_UP_STEPS, Settings, deepspeed, search, search_
 from fio import Fio, FioError, huge_pages
 from machine import facts
 from mlp import BLOCK_PARAMETERS, block_count
-from optimizer_floor import BytesAlone, Floor, floor_s
+from optimizer_floor import BytesAlone, Floor, UpdateAlone, floor_s
 from report import Report, Rounds, Samples, parser
 from worker import Worker, WorkerFailed
 
@@ -106,7 +106,9 @@ def measure_step(
             files = stack.enter_context(own_folder(place.folder))
             bytes_alone = BytesAlone(fio, files, read_nbytes=moved["read_nbytes"],
                                      write_nbytes=moved["write_nbytes"])
-        floor = Floor(place.blocks * BLOCK_PARAMETERS, bytes_alone)
+        update = UpdateAlone(place.blocks * BLOCK_PARAMETERS, place.folder)
+        stack.callback(update.close)
+        floor = Floor(update, bytes_alone)
         variants: dict[str, Callable[[], Samples]] = {"floor": floor.run, "ours": ours.run}
         theirs = None
         if settings is not None:

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from nvmeswap.config import DEFAULT_SUB_GROUP_NUMEL
-
 _T = TypeVar("_T")
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -159,8 +157,8 @@ def _add_optimizer(parser: argparse.ArgumentParser) -> None:
                         help="of parameters and gradients; bf16 has a master on the drive, too")
     parser.add_argument("--optimizer", choices=["adamw", "adam", "sgd", "adagrad"],
                         default="adamw", help="of torch.optim; sgd has momentum")
-    parser.add_argument("--sub-group-size", type=elements, default=DEFAULT_SUB_GROUP_NUMEL,
-                        help="elements read, updated and written together")
+    parser.add_argument("--sub-group-size", type=elements, default=None,
+                        help="elements read, updated and written together; from the memory limit")
     parser.add_argument("--buffers", type=count_up_to(1 << 20), default=3,
                         help="sub-groups in memory")
     parser.add_argument("--memory-limit", type=size, default=None,

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from nvmeswap import SwappedOptimizer
 from nvmeswap.cli.bench.device import device_of
 from nvmeswap.cli.bench.effective import folder_facts
 from nvmeswap.cli.bench.labels import labels
@@ -31,9 +30,10 @@ from nvmeswap.config import AioConfig, SwapBlock
 from nvmeswap.io.engine import DirectMode
 from nvmeswap.io.probe import FolderProbe, probe_folder
 from nvmeswap.stats import OptimizerStats
+from nvmeswap.swap.swapped import SwappedOptimizer
 from nvmeswap.timeline import Timeline, require_matplotlib
 
-_KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, float]]] = {
+_KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 1e-4}),
     "adam": (torch.optim.Adam, {"lr": 1e-4}),
     "sgd": (torch.optim.SGD, {"lr": 1e-4, "momentum": 0.9}),
