@@ -30,7 +30,7 @@ from nvmeswap.cli.bench.folder import own_folder
 from nvmeswap.cli.bench.usage import Usage
 
 # Room for the sub-groups on their way, in a budget that is to hold more than these.
-_IN_FLIGHT_NBYTES = 256 << 20
+_IN_FLIGHT_NBYTES = 160 << 20
 
 
 def wall(usage: Usage) -> float:
