@@ -7,20 +7,15 @@ of its own, reads a request a line (JSON) and answers a line.
 
 from __future__ import annotations
 
-import json
 import os
-import resource
-import sys
 import time
+from collections.abc import Callable
 from typing import Any
+
+from answers import answer_requests, cpu_s
 
 BLOCK_NBYTES = 1 << 20
 QUEUE_DEPTH = 32
-
-
-def cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 class Handle:
@@ -44,27 +39,25 @@ class Handle:
         return time.perf_counter() - begin_s, cpu_s() - begin_cpu_s
 
 
-def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what DeepSpeed prints must not stand among the answers
+def begin() -> Callable[..., dict[str, Any]]:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import torch
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     library = AsyncIOBuilder().load(verbose=False)
-    handle = None
-    print(json.dumps({"ready": True}), file=answers, flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        if "way" in request:
-            assert handle is not None
-            wall_s, used_s = handle.move(request["way"])
-            answer = {"wall_s": wall_s, "cpu_s": used_s}
-        else:
+    handle: Handle | None = None
+
+    def answer(**request: Any) -> dict[str, Any]:
+        nonlocal handle
+        if "way" not in request:
             handle = Handle(library, torch, **request)
-            answer = {"ready": True}
-        print(json.dumps(answer), file=answers, flush=True)
+            return {}
+        assert handle is not None
+        wall_s, used_s = handle.move(request["way"])
+        return {"wall_s": wall_s, "cpu_s": used_s}
+
+    return answer
 
 
 if __name__ == "__main__":
-    main()
+    answer_requests(begin)

@@ -8,86 +8,35 @@ libaio's headers; its first run compiles for some minutes.
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
 from machine import facts
 from report import Report, Samples, cpu, parser
 from small_tensors import Load, Swapped
+from worker import Worker, WorkerFailed
 
 from nvmeswap.cli.bench.folder import own_folder
 from nvmeswap.cli.bench.usage import Usage
 
-_WORKER = Path(__file__).with_name("deepspeed_handle.py")
 _WAYS = ("write", "read")
 
 
-class DeepSpeedMissing(Exception):
-    """The interpreter can't import DeepSpeed, or its handle does not work there."""
-
-
 class DeepSpeed:
-    """The worker process. Between requests it uses no processor."""
+    """The worker process."""
 
-    def __init__(self, python: str) -> None:
-        self._python = python
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed by __exit__
-        self._process = subprocess.Popen(
-            [python, str(_WORKER)], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=self._errors,
-        )
-        self._answer()
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
 
     def prepare(self, folder: Path, load: Load) -> None:
         """Make tensors and files, and write them once."""
-        self._ask(folder=str(folder), nbytes=load.nbytes, count=load.count)
+        self._worker.ask(folder=str(folder), nbytes=load.nbytes, count=load.count)
         self._nbytes = load.nbytes * load.count
         self.both()
 
     def both(self) -> Samples:
         """All tensors, once each way."""
-        return {way: Usage(self._nbytes, **self._ask(way=way)) for way in _WAYS}
-
-    def _ask(self, **request: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self._process.wait()
-            self._errors.seek(0)
-            last = self._errors.read().strip().split("\n")[-1]
-            raise DeepSpeedMissing(
-                f"DeepSpeed's handle does not work in {self._python}: {last}\n"
-                "name an interpreter that has it with --deepspeed-python; it needs "
-                "`pip install deepspeed==0.19.8 --no-build-isolation`, ninja and libaio's headers"
-            )
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def __enter__(self) -> DeepSpeed:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait()
-        self._process.stdout.close()
-        self._errors.close()
+        return {way: Usage(self._nbytes, **self._worker.ask(way=way)) for way in _WAYS}
 
 
 def measure(report: Report, deepspeed: DeepSpeed, folder: Path, load: Load) -> None:
@@ -120,11 +69,18 @@ def main() -> int:
     share = 4 if options.quick else 1
     loads = (Load("4k", 4 << 10, 8192 // share), Load("64k", 64 << 10, 4096 // share))
     try:
-        with own_folder(options.path) as folder, DeepSpeed(options.deepspeed_python) as deepspeed:
+        with own_folder(options.path) as folder, Worker(
+            options.deepspeed_python, "deepspeed_handle.py"
+        ) as worker:
             for load in loads:
-                measure(report, deepspeed, folder, load)
-    except DeepSpeedMissing as error:
-        print(error, file=sys.stderr)
+                measure(report, DeepSpeed(worker), folder, load)
+    except WorkerFailed as error:
+        print(
+            f"DeepSpeed's handle does not work in {options.deepspeed_python}: {error}\n"
+            "name an interpreter that has it with --deepspeed-python; it needs "
+            "`pip install deepspeed==0.19.8 --no-build-isolation`, ninja and libaio's headers",
+            file=sys.stderr,
+        )
         return 1
     report.write(options.json, facts(options.path))
     return 0

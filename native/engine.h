@@ -73,6 +73,7 @@ struct nvs_request {
     int direction; /* enum nvs_direction */
     int lane;
     int64_t submitted_ns;
+    int64_t finished_ns;      /* final once finished */
     nvs_request *next;        /* in a lane */
     nvs_request *next_cancel; /* in the mailbox */
     bool cancel_posted;       /* under the mailbox lock */

@@ -145,6 +145,9 @@ int nvs_request_wait(nvs_request *request, int64_t timeout_ns, uint64_t *failure
 /* Of a finished request: the pieces that failed, in no order. Returns how many were filled in. */
 size_t nvs_request_failures(nvs_request *request, nvs_failure *failures, size_t capacity);
 
+/* On CLOCK_MONOTONIC; *finished_ns is -1 while it is under way. Never blocks. */
+void nvs_request_times(nvs_request *request, int64_t *submitted_ns, int64_t *finished_ns);
+
 void nvs_request_release(nvs_request *request);
 
 /* How many of the first nbytes of a file laid out so the member holds. */

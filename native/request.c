@@ -165,7 +165,7 @@ nvs_request *request_new(nvs_file *file, int direction, int lane, const nvs_piec
         request->queued |= pieces[i].nbytes > 0;
     }
     sort_pieces(request);
-    request->submitted_ns = monotonic_ns();
+    request->submitted_ns = request->finished_ns = monotonic_ns(); /* empty, it takes no time */
     atomic_fetch_add(&file->references, 1);
     return request;
 }
@@ -210,6 +210,13 @@ size_t nvs_request_failures(nvs_request *request, nvs_failure *failures, size_t 
                                                      piece->done_nbytes, piece->error_offset_bytes};
     }
     return filled_count;
+}
+
+void nvs_request_times(nvs_request *request, int64_t *submitted_ns, int64_t *finished_ns)
+{
+    bool is_over = atomic_load_explicit(&request->finished, memory_order_acquire);
+    *submitted_ns = request->submitted_ns;
+    *finished_ns = is_over ? request->finished_ns : -1;
 }
 
 void nvs_request_release(nvs_request *request)

@@ -29,7 +29,8 @@ void settle_request(nvs_engine *engine, nvs_request *request)
         return;
     count(engine, ERRORS, request->failure_count);
     count(engine, IN_FLIGHT, (uint64_t)-1);
-    count_latency(engine, request->lane, monotonic_ns() - request->submitted_ns);
+    request->finished_ns = monotonic_ns();
+    count_latency(engine, request->lane, request->finished_ns - request->submitted_ns);
     request_finish(request);
 }
 

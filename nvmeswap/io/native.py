@@ -261,6 +261,14 @@ def request_done(handle: RequestHandle) -> bool:
     return bool(_check(lib.nvs_request_done(handle), "asking for a request"))
 
 
+def request_times_s(handle: RequestHandle) -> tuple[float, float | None]:
+    """When it was submitted and when it ended (None: it has not), in `time.perf_counter` seconds:
+    CPython's is CLOCK_MONOTONIC, too."""
+    submitted_ns, finished_ns = ffi.new("int64_t *"), ffi.new("int64_t *")
+    lib.nvs_request_times(handle, submitted_ns, finished_ns)
+    return submitted_ns[0] * 1e-9, None if finished_ns[0] < 0 else finished_ns[0] * 1e-9
+
+
 def wait_request(handle: RequestHandle, timeout_s: float | None) -> list[Failure] | None:
     """Blocks without the GIL. The failed pieces by index; None when the time is over."""
     out = ffi.new("uint64_t *")

@@ -45,6 +45,17 @@ class Request:
         self._held: tuple[Engine, Sequence[torch.Tensor]] | None = (engine, buffers)
         self._failures: list[native.Failure] | None = None
 
+    @property
+    def began_s(self) -> float:
+        """When it was submitted, in `time.perf_counter` seconds."""
+        return native.request_times_s(self._handle)[0]
+
+    @property
+    def ended_s(self) -> float | None:
+        """When the last of its bytes had been moved, whoever waited for them later; None while it
+        is under way."""
+        return native.request_times_s(self._handle)[1]
+
     def done(self) -> bool:
         """Is it over, well or badly? Never blocks. Raises SwapForkError in a forked child."""
         if self._failures is None and not native.request_done(self._handle):

@@ -68,6 +68,19 @@ class StoreRequest:
             else None
         )
 
+    @property
+    def began_s(self) -> float | None:
+        """When the first of its transfers was submitted, in `time.perf_counter` seconds; None if
+        it moves nothing."""
+        return min((each.began_s for each in self.transfers), default=None)
+
+    @property
+    def ended_s(self) -> float | None:
+        """When the last byte had been moved, before any checksum and whoever waited later; None
+        while it is under way, or if it moves nothing."""
+        ends_s = [end_s for each in self.transfers if (end_s := each.ended_s) is not None]
+        return max(ends_s) if ends_s and len(ends_s) == len(self.transfers) else None
+
     def done(self) -> bool:
         """Whether the bytes have been moved, or failed to be. Never blocks."""
         return all(each.done() for each in self.transfers)

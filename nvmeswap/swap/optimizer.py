@@ -28,6 +28,7 @@ from nvmeswap.swap.sub_group import (
 )
 from nvmeswap.swap.traffic import SubGroup, SubGroupTraffic, WriteOutputs
 from nvmeswap.swap.worker import Job, Worker
+from nvmeswap.timeline import Timeline
 
 OPTIMIZER_FILE = "optimizer.swp"
 DEFAULT_BUFFER_COUNT = 4
@@ -244,13 +245,19 @@ class PipelinedOptimizerSwapper:
                 computing = time.perf_counter()
             changed = self._visit(group, visit)
             remaining.pop(0)
-            self._update_s += time.perf_counter() - computing
+            updated = time.perf_counter()
+            self._update_s += updated - computing
+            if traffic.timeline is not None:
+                traffic.timeline.add("wait", group.key, waited, computing)
+                traffic.timeline.add("update", group.key, computing, updated)
             if changed:
                 traffic.write_back(group)
         waited = time.perf_counter()
         traffic.flush()
         ended = time.perf_counter()
         self._stall_s += ended - waited
+        if traffic.timeline is not None:
+            traffic.timeline.add("wait", "flush", waited, ended)
         self._step_s += ended - began
         self._step_count += not remaining
 
@@ -327,6 +334,14 @@ class PipelinedOptimizerSwapper:
     def close(self) -> None:
         """End the thread. The state is as good as gone."""
         self._worker.close()
+
+    def record(self, timeline: Timeline | None) -> None:
+        """Note reads, updates, writes and waits there from now on; None: no more."""
+
+        def go() -> None:
+            self._traffic.timeline = timeline
+
+        self._worker.call(go)
 
     def stats(self, gradient_nbytes: int = 0) -> OptimizerStats:
         """Counters since the start; `gradient_nbytes` is passed through."""

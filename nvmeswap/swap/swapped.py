@@ -25,6 +25,7 @@ from nvmeswap.swap.sub_group import STATE_DTYPE, StateItem, SubGroupLayout
 from nvmeswap.swap.traffic import SubGroup
 from nvmeswap.swap.update import Scratch, Turn, update_segment
 from nvmeswap.swap.worker import Job
+from nvmeswap.timeline import Timeline
 
 _Optimizer = TypeVar("_Optimizer", bound="SwappedOptimizer")
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
@@ -89,6 +90,7 @@ class SwappedOptimizer(StatefulOptimizer):
     _space: SwapSpace | None
     _overlap: BackwardOverlap | None
     _step: Step | None
+    _timeline: Timeline | None = None
 
     def __init__(
         self,
@@ -390,6 +392,17 @@ class SwappedOptimizer(StatefulOptimizer):
     def flush(self) -> None:
         """Wait until all state is on NVMe; raises what went wrong."""
         self._attached().flush()
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """Where steps note when they read, update, write and wait; None, as it is at first:
+        nowhere."""
+        return self._timeline
+
+    @timeline.setter
+    def timeline(self, timeline: Timeline | None) -> None:
+        self._attached().record(timeline)
+        self._timeline = timeline
 
     def stats(self) -> OptimizerStats:
         """Counters since the start."""

@@ -19,6 +19,7 @@ from nvmeswap.memory.slot import Slot
 from nvmeswap.store.store import Store, StoreRequest
 from nvmeswap.swap.shard import Resident, ShardState
 from nvmeswap.swap.sub_group import MasterForm, SubGroupLayout
+from nvmeswap.timeline import Timeline
 
 WriteOutputs = Callable[[], list[StoreRequest]]
 
@@ -69,6 +70,7 @@ class SubGroupTraffic:
         self.remaining: Sequence[int] = ()
         self.turned = False
         self.read_nbytes = self.write_nbytes = 0
+        self.timeline: Timeline | None = None
         self._writing: list[SubGroup] = []
 
     # --- in -----------------------------------------------------------------------------------
@@ -85,6 +87,7 @@ class SubGroupTraffic:
             self._start_reading(group, slot, Lane.DEMAND)
         if group.state is ShardState.READING:
             group.finish_reading()
+            self._note("read", group)
         assert group.state is ShardState.CLEAN, group.state
 
     def read_ahead(self) -> None:
@@ -230,6 +233,16 @@ class SubGroupTraffic:
         self._writing.remove(group)
         group.move(ShardState.CLEAN)
         group.owed.clear()
+        self._note("write", group)
+
+    def _note(self, track: str, group: SubGroup) -> None:
+        """Its transfers, which are over, from when they were submitted to when the drive was done:
+        not to when somebody waited."""
+        if self.timeline is not None:
+            for request in group.requests:
+                began_s, ended_s = request.began_s, request.ended_s
+                if began_s is not None and ended_s is not None:
+                    self.timeline.add(track, group.key, began_s, ended_s)
 
     def _settle(self, group: SubGroup) -> None:
         """After a failure nothing of the write may be in flight before the slot may change

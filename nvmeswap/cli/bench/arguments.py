@@ -10,6 +10,7 @@ from typing import TypeVar
 _T = TypeVar("_T")
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_THOUSANDS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}
 _BACKENDS = ["auto", "uring", "aio", "posix"]
 _BLOCK_MULTIPLE_NBYTES = 4096
 # As the JSON's `aio` takes them.
@@ -24,6 +25,19 @@ def size(text: str) -> int:
     if not number.isdigit() or not int(number):
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write 4096, 512K, 1M or 2G")
     return int(number) * _UNITS[unit]
+
+
+def elements(text: str) -> int:
+    """"100M" and the like, in powers of 1000, as models are named."""
+    unit = text[-1:].upper() if text[-1:].isalpha() else ""
+    number = text[: len(text) - len(unit)].replace("_", "")
+    try:
+        count = int(float(number) * _THOUSANDS[unit])
+    except (ValueError, KeyError, OverflowError):
+        count = 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number; write 4096, 100M, 1.5B or 3e7")
+    return count
 
 
 def block(text: str) -> int:
@@ -69,6 +83,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     _add_io(commands.add_parser("io", help="one setting: speed, processor time, latency"))
     _add_sweep(commands.add_parser("sweep", help="many settings; ends with an aio block"))
     _add_tensors(commands.add_parser("tensors", help="many small tensors, by name"))
+    _add_optimizer(commands.add_parser("optimizer", help="a step with its state on the drive"))
     options = parser.parse_args(arguments)
     problem = _conflict(options)
     if problem is not None:
@@ -76,7 +91,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def _add_common(parser: argparse.ArgumentParser, *, size_default: str | None) -> None:
+def _add_common(
+    parser: argparse.ArgumentParser, *, size_default: str | None, loops: str = "--loops"
+) -> None:
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.add_argument("--path", type=Path, required=True, metavar="DIR",
                         help="an existing folder on the drive")
@@ -88,7 +105,7 @@ def _add_common(parser: argparse.ArgumentParser, *, size_default: str | None) ->
                         help="of the posix backend")
     parser.add_argument("--direct", choices=["prefer", "require", "off"], default="prefer",
                         help="bypass the page cache")
-    parser.add_argument("--loops", type=count_up_to(1000), default=3, help="the median counts")
+    parser.add_argument(loops, type=count_up_to(1000), default=3, help="the median counts")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here, too")
 
 
@@ -132,13 +149,33 @@ def _add_tensors(parser: argparse.ArgumentParser) -> None:
                         help="in which they are asked for")
 
 
+def _add_optimizer(parser: argparse.ArgumentParser) -> None:
+    _add_common(parser, size_default=None, loops="--steps")
+    _add_one_setting(parser)
+    parser.add_argument("--parameters", type=elements, default="100M", help="elements in all")
+    parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16",
+                        help="of parameters and gradients; bf16 has a master on the drive, too")
+    parser.add_argument("--optimizer", choices=["adamw", "adam", "sgd", "adagrad"],
+                        default="adamw", help="of torch.optim; sgd has momentum")
+    parser.add_argument("--sub-group-size", type=elements, default=None,
+                        help="elements read, updated and written together; from the memory limit")
+    parser.add_argument("--buffers", type=count_up_to(1 << 20), default=3,
+                        help="sub-groups in memory")
+    parser.add_argument("--memory-limit", type=size, default=None,
+                        help="of swap memory; what it has room for stays cached")
+    parser.add_argument("--trace", type=Path, metavar="FILE",
+                        help="write a trace of some steps, for ui.perfetto.dev")
+    parser.add_argument("--png", type=Path, metavar="FILE",
+                        help="draw these steps; takes matplotlib")
+
+
 def _conflict(options: argparse.Namespace) -> str | None:
     """The first thing asked for that can't be had, in a sentence; None if all is well."""
-    drawn = options.png if options.command == "sweep" and not options.no_png else None
-    for path in (options.json, drawn):
+    drawn = None if getattr(options, "no_png", False) else getattr(options, "png", None)
+    for path in (options.json, drawn, getattr(options, "trace", None)):
         if path is not None and not path.absolute().parent.is_dir():
             return f"{path} can't be written: its folder is missing"
-    if options.command == "tensors":
+    if options.command in ("tensors", "optimizer"):
         return None
     largest = max(options.blocks) if options.command == "sweep" else options.block
     least = 2 if options.command == "io" and options.mode == "mixed" else 1

@@ -8,13 +8,16 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from nvmeswap.cli.bench import io_trial, sweep_trial, tensor_trial
+from nvmeswap.cli.bench import io_trial, optimizer_trial, sweep_trial, tensor_trial
 from nvmeswap.cli.bench.arguments import parse
 from nvmeswap.cli.bench.folder import own_folder
 from nvmeswap.errors import SwapError
 from nvmeswap.io.filesystem import BufferedFallbackWarning, FilesystemWarning
 
-_TRIALS = {"io": io_trial.run, "sweep": sweep_trial.run, "tensors": tensor_trial.run}
+_TRIALS = {
+    "io": io_trial.run, "sweep": sweep_trial.run, "tensors": tensor_trial.run,
+    "optimizer": optimizer_trial.run,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -9,21 +9,10 @@ from typing import TYPE_CHECKING
 from nvmeswap.cli.bench.measuring import Setting
 from nvmeswap.cli.bench.report import binary
 from nvmeswap.cli.bench.sweep import Axes, Speeds
-from nvmeswap.errors import SwapUsageError
+from nvmeswap.timeline import require_matplotlib
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes as Panel
-
-
-def require_matplotlib() -> None:
-    """Raises SwapUsageError, with the line that installs it, where matplotlib is missing."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise SwapUsageError(
-            "heat maps are drawn by matplotlib, which is not installed",
-            fix="pip install 'nvmeswap[bench]', or add --no-png",
-        ) from error
 
 
 def draw_heat_maps(path: Path, axes: Axes, speeds: Mapping[Setting, Speeds], title: str) -> None:

@@ -17,12 +17,13 @@ from nvmeswap.cli.bench.device import Device, device_of
 from nvmeswap.cli.bench.effective import folder_facts, session_facts
 from nvmeswap.cli.bench.labels import labels
 from nvmeswap.cli.bench.measuring import Mode, Pattern, Session, Setting, memory_nbytes
-from nvmeswap.cli.bench.plot import draw_heat_maps, require_matplotlib
+from nvmeswap.cli.bench.plot import draw_heat_maps
 from nvmeswap.cli.bench.report import binary, show_labels, write_json
 from nvmeswap.cli.bench.sweep import Axes, Speeds, Sweep
 from nvmeswap.cli.bench.trial import Memory, TrialFile
 from nvmeswap.io.engine import DirectMode
 from nvmeswap.io.probe import FolderProbe, probe_folder
+from nvmeswap.timeline import require_matplotlib
 
 
 def run(options: argparse.Namespace, folder: Path, console: Console) -> None:
