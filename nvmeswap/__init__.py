@@ -1,8 +1,8 @@
 """nvmeswap: training state that does not fit in memory lives on NVMe.
 
-Doors: `TensorSwapper` (any tensor, by name), `SwappedOptimizer` (any elementwise torch optimizer with
-its state on NVMe; `SwappedAdamW` is AdamW) and `nvmeswap.zero3.shard` (ZeRO-3 with parameters and
-optimizer state on NVMe).
+Doors: `TensorSwapper` (any tensor, by name), `SwappedOptimizer` (any elementwise torch optimizer
+with its state on NVMe; `SwappedAdamW` is AdamW) and `nvmeswap.zero3.shard` (ZeRO-3 with parameters
+and optimizer state on NVMe).
 """
 
 from nvmeswap.errors import SwapError

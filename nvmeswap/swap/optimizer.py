@@ -228,6 +228,11 @@ class PipelinedOptimizerSwapper:
     ) -> None:
         began = time.perf_counter()
         traffic = self._traffic
+
+        def stopped() -> bool:
+            traffic.breathe()
+            return job.stop_asked
+
         traffic.remaining, traffic.turned = remaining, not self._backwards
         while remaining and not job.stop_asked:
             group = self._groups[remaining[0]]
@@ -238,7 +243,7 @@ class PipelinedOptimizerSwapper:
             computing = time.perf_counter()
             self._stall_s += computing - waited
             if ready is not None:
-                ready(group, lambda: job.stop_asked)
+                ready(group, stopped)
                 if job.stop_asked:
                     break
                 began += time.perf_counter() - computing
