@@ -2,8 +2,8 @@
 
     python bench/optimizer_overlap.py --path /mnt/nvme [--device cuda]
 
-A stack of MLP blocks, bf16 on a GPU and fp32 on the CPU, AdamW. Alone: backward, then `step()`, each timed. Together:
-`OverlapSettings()`, from the beginning of backward to the end of `step()`. The batch is chosen so
+A stack of MLP blocks, bf16 on a GPU and fp32 on the CPU, AdamW. Alone: backward, then `step()`, each
+timed. Together: `OverlapSettings()`, from the beginning of backward to the end of `step()`. The batch is chosen so
 that backward takes about as long as the step. Hidden = (backward + step - together) / the shorter,
 the median over rounds that take turns.
 """
@@ -24,7 +24,6 @@ from torch import nn
 
 from nvmeswap import OverlapSettings, SwappedOptimizer
 from nvmeswap.cli.bench.folder import own_folder
-
 
 # bf16 products take seconds on a processor without instructions for them.
 _DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}

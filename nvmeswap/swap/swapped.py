@@ -40,9 +40,9 @@ class Step:
     `before`: the scalars (step count and the like) of each parameter that may be updated, None for
     one that never was; `after`: those of the ones that have been. `edits`: values that others wrote
     to it since the last step, or None. `options`: the group of each. `expected`: those whose
-    gradient is there, and must not be lost before it is used. `remaining`: the sub-groups
-    not yet updated. `walked`: all are, but with several ranks
-    another one may not have got so far.
+    gradient is there, and must not be lost before it is used. `remaining`: the sub-groups not yet
+    updated. `turns`: of the sub-group that was updated last. `walked`: all are, but with several
+    ranks another one may not have got so far.
     """
 
     before: dict[str, Mapping[str, Any] | None]
@@ -51,6 +51,7 @@ class Step:
     expected: set[str]
     remaining: list[int]
     after: dict[str, dict[str, Any]] = field(default_factory=dict)
+    turns: dict[str, Turn] = field(default_factory=dict)
     walked: bool = False
 
 
@@ -289,17 +290,19 @@ class SwappedOptimizer(StatefulOptimizer):
         step = self._step
         assert step is not None
         changed, breathe = False, self._attached().breathe
+        turns: dict[str, Turn] = {}
         for segment in sub_group.layout.segments:
             turn = self._turn(step, segment.key)
             if turn is None:
                 continue
-            changed = True
+            changed, turns[segment.key] = True, turn
             in_place = self._home.in_place(self._by_key[segment.key])
             step.after[segment.key] = update_segment(
                 self._rule, segment, sub_group.memory, in_place, turn, self._scratch, breathe
             )
             if in_place is None:
                 self._states.publish_with(sub_group, segment)
+        step.turns = turns  # the next sub-group may go on with one of these parameters
         if self._overlap is not None:
             self._overlap.used(sub_group)
         return changed
@@ -307,6 +310,8 @@ class SwappedOptimizer(StatefulOptimizer):
     def _turn(self, step: Step, key: str) -> Turn | None:
         if key not in step.before:
             return None
+        if key in step.turns:  # a gradient from a GPU is copied once
+            return step.turns[key]
         gradient = self._home.gradient(self._by_key[key])
         if gradient is None:
             return None
