@@ -83,7 +83,8 @@ class ParamStats:
 class OptimizerStats:
     """Optimizer steps. `stall_s` is time in `step()` spent waiting for the disk, `update_s` time
     spent computing; `hit_count` counts sub-groups found in RAM, `in_ram_count` of them stay there;
-    `read_nbytes` and `write_nbytes` of state went from and to NVMe."""
+    `read_nbytes` and `write_nbytes` of state went from and to NVMe. The parameters' values are in
+    neither: not the new ones that are written, nor the halves of split masters that are read."""
 
     sub_group_count: int
     in_ram_count: int
