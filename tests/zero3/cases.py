@@ -100,15 +100,20 @@ def run_swapped(case: Case, nvme_path: Path) -> Run:
         optimizer.swap.close()
 
 
-def run_in_ram(case: Case) -> Run:
-    """FSDP2 and torch's AdamW: none of our parts."""
-    model = build(case)
+def shard_in_ram(model: nn.Module, *, bf16: bool) -> None:
+    """FSDP2, one group a block."""
     policy = MixedPrecisionPolicy()
-    if case.bf16:
+    if bf16:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for module in [*model.blocks, model]:
         fully_shard(module, mesh=mesh, mp_policy=policy)
+
+
+def run_in_ram(case: Case) -> Run:
+    """FSDP2 and torch's AdamW: none of our parts."""
+    model = build(case)
+    shard_in_ram(model, bf16=case.bf16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     return _train(model, optimizer, case)
 
