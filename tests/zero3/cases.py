@@ -68,6 +68,7 @@ class Case:
     max_in_cpu: int = 0
     clip: bool = False
     steps: int = 4
+    dim: int = 31
     extra: dict[str, Any] = field(default_factory=dict)
 
     def config(self, nvme_path: Path) -> dict[str, Any]:
@@ -88,7 +89,7 @@ class Case:
 
 def build(case: Case) -> AwkwardModel:
     torch.manual_seed(0)
-    return AwkwardModel(checkpointing=case.checkpointing)
+    return AwkwardModel(dim=case.dim, checkpointing=case.checkpointing)
 
 
 def run_swapped(case: Case, nvme_path: Path) -> Run:

@@ -19,7 +19,7 @@ import nvmeswap.zero3
 from nvmeswap.errors import SwapError, SwapReadError, SwapTimeoutError
 from nvmeswap.io.engine import Engine
 from tests.oracle import Run, first_difference
-from tests.zero3.cases import LEARNING_RATE, VOCABULARY, Case, build, shard_in_ram
+from tests.zero3.cases import LEARNING_RATE, VOCABULARY, AwkwardModel, Case, shard_in_ram
 
 HARMLESS = "read 1000000 errno 5"
 NUMEL = 1 << 16  # of a layer, and of a sub-group: no padding
@@ -41,6 +41,12 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Engine]]:
         engine.close()
 
 
+def build() -> AwkwardModel:
+    """Small shards, and some of 7550 elements, which are cut."""
+    torch.manual_seed(0)
+    return AwkwardModel(dim=50, layers=2)
+
+
 def backward(model: nn.Module, step: int) -> float:
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, VOCABULARY, (2, 5), generator=generator)
@@ -55,7 +61,7 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @functools.cache
 def run_in_ram(steps: int) -> Run:
-    model = build(Case())
+    model = build()
     shard_in_ram(model, bf16=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     losses = []
@@ -134,12 +140,12 @@ def test_model_built_in_bf16_is_trained_as_by_fp32_masters(
 ) -> None:
     """Updates smaller than a bf16 step must add up, wherever the shard is."""
     case = Case(bf16=True, params=params, optimizer=device, buffer_count=buffer_count)
-    resident = build(case).bfloat16()
+    resident = build().bfloat16()
     shard_in_ram(resident, bf16=True)
     trained = [parameter for parameter in resident.parameters() if parameter.requires_grad]
     masters = [nn.Parameter(each.detach().to_local().float().clone()) for each in trained]
     reference = torch.optim.AdamW(masters, lr=LEARNING_RATE, fused=True)
-    model, optimizer = nvmeswap.zero3.shard(build(case).bfloat16(), case.config(tmp_path))
+    model, optimizer = nvmeswap.zero3.shard(build().bfloat16(), case.config(tmp_path))
     for step in range(4):
         assert backward(model, step) == backward(resident, step)
         optimizer.step()
@@ -169,7 +175,7 @@ def test_state_goes_out_and_in_with_every_bit(
 ) -> None:
     """A master that lost its rest, or met another's half, is another model."""
     case = Case(bf16=True, params=params, buffer_count=1)
-    model, optimizer = nvmeswap.zero3.shard(build(case), case.config(tmp_path))
+    model, optimizer = nvmeswap.zero3.shard(build(), case.config(tmp_path))
     losses = []
     for step in range(4):
         if step == 2:
@@ -177,9 +183,9 @@ def test_state_goes_out_and_in_with_every_bit(
             optimizer.save(tmp_path / "state")
             optimizer.close()
             torch.manual_seed(1)
-            other = type(model)()
+            other = AwkwardModel(dim=50, layers=2)
             with torch.no_grad():
-                other.shift.copy_(build(case).shift)
+                other.shift.copy_(build().shift)
             model, optimizer = nvmeswap.zero3.shard(other, case.config(tmp_path))
             if way == "save":
                 optimizer.load(tmp_path / "state")
@@ -207,7 +213,7 @@ def test_step_in_which_any_one_transfer_failed_is_exact_when_taken_again(
 ) -> None:
     """A rest beside the half of another step is a wrong master that nobody would notice."""
     case = Case(bf16=True, buffer_count=buffer_count, max_in_cpu=max_in_cpu)
-    model, optimizer = nvmeswap.zero3.shard(build(case), case.config(tmp_path))
+    model, optimizer = nvmeswap.zero3.shard(build(), case.config(tmp_path))
     engine = engines[-1]
     losses, files = [], set()
     failed = True
@@ -235,7 +241,7 @@ def test_step_whose_reads_are_not_answered_in_time_keeps_their_slots(
     case = Case(bf16=True, buffer_count=1, extra={
         "nvmeswap": {"min_swap_nbytes": 1000, "timeout_s": 0.3}
     })
-    model, optimizer = nvmeswap.zero3.shard(build(case), case.config(tmp_path))
+    model, optimizer = nvmeswap.zero3.shard(build(), case.config(tmp_path))
     engine = engines[-1]
     losses = []
     for step in range(4):
@@ -271,7 +277,7 @@ def test_update_that_broke_in_the_middle_is_undone_with_its_half(
     """Else the update counts twice, or the old rest meets the new half."""
     case = Case(bf16=True, params=params, buffer_count=buffer_count)
     model, optimizer = nvmeswap.zero3.shard(
-        build(case), case.config(tmp_path), None, (Breaks, {"lr": LEARNING_RATE})
+        build(), case.config(tmp_path), None, (Breaks, {"lr": LEARNING_RATE})
     )
     losses = []
     for step in range(6):
@@ -291,7 +297,7 @@ def test_parameter_that_could_not_be_replaced_is_replaced_the_next_time(
 ) -> None:
     """`copy_` writes a half here and a rest there; only both are the value."""
     case = Case(bf16=True, buffer_count=1)
-    model, optimizer = nvmeswap.zero3.shard(build(case), case.config(tmp_path))
+    model, optimizer = nvmeswap.zero3.shard(build(), case.config(tmp_path))
     backward(model, 0)
     optimizer.step()
     optimizer.zero_grad()
@@ -315,7 +321,7 @@ def test_half_that_was_damaged_on_the_drive_is_no_master(
 ) -> None:
     """The state's own checksum says nothing about it."""
     case = Case(bf16=True, buffer_count=1)
-    model, optimizer = nvmeswap.zero3.shard(build(case), case.config(tmp_path))
+    model, optimizer = nvmeswap.zero3.shard(build(), case.config(tmp_path))
     for step in range(2):
         backward(model, step)
         if step == 1:
