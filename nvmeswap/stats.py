@@ -84,7 +84,8 @@ class OptimizerStats:
     """Optimizer steps. `step_s` is the time they took, also behind backward, but for waiting for
     gradients; of it `stall_s` was spent waiting for the disk, `update_s` computing. `hit_count`
     counts sub-groups found in RAM, `in_ram_count` of them stay there; `read_nbytes` and
-    `write_nbytes` of state went from and to NVMe."""
+    `write_nbytes` of state went from and to NVMe. The parameters' values are in neither: not the
+    new ones that are written, nor the halves of split masters that are read."""
 
     sub_group_count: int
     in_ram_count: int

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from nvmeswap.errors import SwapError, SwapUsageError
+from nvmeswap.io.engine import Lane
 from nvmeswap.store.store import StoreRequest
 from nvmeswap.swap.sub_group import STATE_DTYPE, MasterForm, StateItem
 
@@ -40,6 +41,12 @@ class ParameterHome(Protocol):
     def initial_values(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Its values for a master, flat, any dtype and device; None if nothing but the master has
         them."""
+
+    def fetch(
+        self, parameter: torch.Tensor, start: int, out: torch.Tensor, lane: Lane
+    ) -> list[StoreRequest]:
+        """Fill `out` with its elements from `start` on, as they were published; it is to be left
+        alone until the returned requests are done. For a split master that is not `in_place`."""
 
     def publish(
         self, parameter: torch.Tensor, start: int, values: torch.Tensor
@@ -114,6 +121,11 @@ class ResidentHome:
     def initial_values(self, parameter: torch.Tensor) -> torch.Tensor | None:
         self._versions[parameter] = parameter._version
         return parameter.detach().view(-1)
+
+    def fetch(
+        self, parameter: torch.Tensor, start: int, out: torch.Tensor, lane: Lane
+    ) -> list[StoreRequest]:
+        raise AssertionError("every split master is in place here")
 
     def publish(
         self, parameter: torch.Tensor, start: int, values: torch.Tensor

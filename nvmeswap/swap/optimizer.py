@@ -18,7 +18,7 @@ from nvmeswap.memory.pool import SLOT_ALIGNMENT_NBYTES, Pool, SlotClass
 from nvmeswap.stats import OptimizerStats
 from nvmeswap.store.manifest import TensorSpec
 from nvmeswap.store.store import Store
-from nvmeswap.swap.shard import ShardState
+from nvmeswap.swap.shard import ShardState, Submit
 from nvmeswap.swap.sub_group import (
     SEGMENT_GRAIN_NUMEL,
     Segment,
@@ -26,7 +26,7 @@ from nvmeswap.swap.sub_group import (
     SubGroupLayout,
     cut_into_sub_groups,
 )
-from nvmeswap.swap.traffic import SubGroup, SubGroupTraffic, WriteOutputs
+from nvmeswap.swap.traffic import ReadOutputs, SubGroup, SubGroupTraffic
 from nvmeswap.swap.worker import Job, Worker
 from nvmeswap.timeline import Timeline
 
@@ -286,7 +286,7 @@ class PipelinedOptimizerSwapper:
         self._traffic.breathe()
 
     @staticmethod
-    def written_with(group: SubGroup, write: WriteOutputs) -> None:
+    def written_with(group: SubGroup, write: Submit) -> None:
         """Have `write` called whenever this visit's result is written back: it submits further
         writes from the sub-group's slot, which is held until they are done too."""
         group.owed.append(write)
@@ -295,18 +295,25 @@ class PipelinedOptimizerSwapper:
         """Wait until every sub-group's newest bytes are on NVMe; raises the first write error."""
         self._worker.call(self._traffic.flush)
 
+    def read_with(self, read_outputs: ReadOutputs) -> None:
+        """Have what `read_outputs` lists read, too, whenever a sub-group is brought into memory."""
+        self._traffic.read_outputs = read_outputs
+
     # --- outside a step -----------------------------------------------------------------------
 
     def initialise(self, visit: Visit, indices: Iterable[int] | None = None) -> None:
-        """Let `visit` write the first masters of every sub-group (or of those), one after the
-        other; the rest of the state counts as never written."""
+        """Let `visit` make the first masters of every sub-group (or of those), one after the other,
+        in memory that is all zeros; the rest of the state counts as never written."""
 
         def fill() -> None:
-            for group in self._groups if indices is None else [self._groups[i] for i in indices]:
-                self._traffic.bring_in(group)
+            groups = self._groups if indices is None else [self._groups[i] for i in indices]
+            self._torn = groups[0].key if groups else None  # until all have their masters
+            for group in groups:
+                self._traffic.make(group)
                 if self._visit(group, visit):
                     self._traffic.write_back(group, group.layout.masters_nbytes)
             self._traffic.flush()
+            self._torn = None
 
         self._worker.call(fill)
 

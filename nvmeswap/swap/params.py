@@ -8,6 +8,7 @@ others.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -100,7 +101,7 @@ class PartitionedParamSwapper:
     Args: `specs` in order of first use; `store` and `pool` may be None when nothing is swapped.
     Raises: SwapReadError and its kin when a shard can't be read, SwapPoolTimeoutError when no slot
     comes free in `timeout_s`.
-    Blocking: `fetch`, `read` and `write` wait for the disk; `update` does not.
+    Blocking: `fetch`, `read` and `write` wait for the disk; `read_part` and `update` do not.
     Threads: safe; one lock, held while a demanded read is waited for.
     Ownership: the pool's slots are this object's; store and pool are closed by their owner.
     """
@@ -168,6 +169,31 @@ class PartitionedParamSwapper:
             self._copy_out(shard, out)
             if known is ShardState.ON_NVME and shard.state is ShardState.CLEAN:
                 self._evict(shard)
+
+    def read_part(
+        self, key: str, start: int, out: torch.Tensor, lane: Lane
+    ) -> list[StoreRequest]:
+        """Fill `out` (flat, host, the shard's dtype) with the elements from `start` on, outside the
+        plan and without a slot.
+
+        From a copy in host memory at once; from NVMe the read is under way on return, and `out` is
+        to be left alone until the returned requests are done.
+        """
+        with self._lock:
+            shard = self._shard(key)
+            _same_numel(shard.spec, out.numel(), start)
+            assert out.dtype is shard.spec.dtype and out.device.type == "cpu"
+            if shard.state is ShardState.READING and shard.requests[0].done():
+                with contextlib.suppress(SwapIOError):  # what was read ahead in vain is read below
+                    shard.finish_reading()
+            copy = shard.ram
+            if shard.state is ShardState.CLEAN:
+                copy = shard.values
+            if copy is not None:
+                out.copy_(copy[start : start + out.numel()])
+                return []
+            assert self._store is not None
+            return [self._store.read(key, out, lane=lane, first_byte=start * out.itemsize)]
 
     def write(self, key: str, values: torch.Tensor) -> None:
         """Replace a whole shard by `values` (flat, any dtype and device); waits for the disk."""
@@ -269,7 +295,7 @@ class PartitionedParamSwapper:
         store = self._store
         assert store is not None
         memory = slot.memory[: shard.spec.nbytes]
-        shard.start_reading(slot, lambda: store.read(shard.key, memory, lane=lane))
+        shard.start_reading(slot, lambda: [store.read(shard.key, memory, lane=lane)])
 
     def _slot_for_demand(self, spec: ShardSpec) -> Slot:
         """A slot now: free, or taken from the resident of this size that is needed last."""

@@ -19,6 +19,9 @@ from nvmeswap.errors import SwapError, SwapTimeoutError
 from nvmeswap.memory.slot import Slot
 from nvmeswap.store.store import StoreRequest
 
+# Starts transfers.
+Submit = Callable[[], list[StoreRequest]]
+
 
 class ShardState(enum.Enum):
     """Where the newest bytes of a resident are, and who may touch its slot.
@@ -53,14 +56,16 @@ LEGAL_MOVES: dict[ShardState, frozenset[ShardState]] = {
 class Resident:
     """A thing with a home on NVMe: its key, its state, and its slot while it holds one.
 
-    `requests` are the transfers in flight for it; `copied` is the event of the last GPU copy out of
-    its memory. Not thread-safe: its swapper's lock guards it.
+    `requests` are the transfers in flight for it; `failure` is why its reads were not all started;
+    `copied` is the event of the last GPU copy out of its memory. Not thread-safe: its swapper's
+    lock guards it.
     """
 
     key: str
     state: ShardState = ShardState.ON_NVME
     slot: Slot | None = None
     requests: list[StoreRequest] = field(default_factory=list)
+    failure: SwapError | None = None
     copied: torch.cuda.Event | None = None
 
     def move(self, to: ShardState) -> None:
@@ -69,31 +74,46 @@ class Resident:
         assert (self.slot is None) == (to is ShardState.ON_NVME), f"{self.key}: slot in {to.name}"
         self.state = to
 
-    def start_reading(self, slot: Slot, read: Callable[[], StoreRequest]) -> None:
-        """ON_NVME -> READING, by the request that `read` submits. On an error the slot is returned.
+    def start_reading(self, slot: Slot, *reads: Submit) -> None:
+        """ON_NVME -> READING, by the requests that `reads` submit. On an error before the first of
+        them the slot is returned; one after it is for `finish_reading` to raise, because the disk
+        may be writing to the slot already.
 
         The slot is ours before anything is submitted into it: whatever interrupts this, a slot that
-        the disk may write to is never lent to another, and reading again into it is harmless.
+        the disk may write to is never lent to another.
         """
         self.slot = slot
-        try:
-            self.requests = [read()]
-        except SwapError:
-            self.slot = None
-            slot.release()
-            raise
+        for request in self.requests:  # an interrupted read must not land after what is read now
+            request.settle()
+        self.requests, self.failure = [], None
+        for read in reads:
+            try:
+                self.requests += read()
+            except SwapError as error:
+                if not self.requests:
+                    self.slot = None
+                    slot.release()
+                    raise
+                self.failure = error
+                break
         self.move(ShardState.READING)
 
     def finish_reading(self) -> None:
-        """READING -> CLEAN; waits. On an error the slot is returned and the state is ON_NVME."""
+        """READING -> CLEAN; waits for all requests. On an error the slot is returned, when none of
+        them is in flight any more, and the state is ON_NVME."""
         assert self.state is ShardState.READING
-        try:
-            self.requests[0].wait()
-        except SwapTimeoutError:
-            raise  # the transfer may still land in the slot: keep both, waiting again is legal
-        except SwapError:
+        failure = self.failure
+        for request in self.requests:
+            try:
+                request.wait()
+            except SwapTimeoutError:
+                raise  # the transfer may still land in the slot: keep both, waiting again is legal
+            except SwapError as error:
+                failure = failure or error
+        self.requests = []
+        if failure is not None:
             self.drop_slot()
-            raise
+            raise failure
         self.move(ShardState.CLEAN)
 
     def drop_slot(self) -> None:

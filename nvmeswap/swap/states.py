@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nvmeswap.errors import SwapManifestError, SwapUsageError
+from nvmeswap.io.engine import Lane
 from nvmeswap.store.store import StoreRequest
 from nvmeswap.swap.home import ParameterHome
 from nvmeswap.swap.optimizer import PipelinedOptimizerSwapper
-from nvmeswap.swap.sub_group import MASTER, STATE_DTYPE, MasterForm, Segment
+from nvmeswap.swap.shard import Submit
+from nvmeswap.swap.sub_group import MASTER, STATE_DTYPE, MasterForm, Segment, SubGroupLayout
 from nvmeswap.swap.traffic import SubGroup
 
 
@@ -29,6 +32,23 @@ class Source:
         """From a tensor of any shape."""
         flat = values.detach().reshape(-1)
         return cls(flat.numel(), lambda start, stop: flat[start:stop])
+
+
+def halves_to_read(
+    home: ParameterHome,
+    by_key: Mapping[str, Tensor],
+    layout: SubGroupLayout,
+    memory: Tensor,
+    lane: Lane,
+) -> list[Submit]:
+    """What brings the upper halves of split masters, which are the parameters, to a sub-group's
+    slot."""
+    return [
+        partial(home.fetch, by_key[segment.key], segment.start, half, lane)
+        for segment in layout.segments
+        if segment.item.master is MasterForm.SPLIT
+        and (half := segment.output(memory)) is not None
+    ]
 
 
 class OptimizerStates:
@@ -53,14 +73,26 @@ class OptimizerStates:
     def fill_in_masters(self, group: SubGroup) -> bool:
         """A visit: the first masters, as the parameters are. (A split one that is its parameter has
         a rest of zeros, which is what the memory holds.)"""
-        changed = False
-        for segment in group.layout.segments:
-            if segment.item.master is MasterForm.WHOLE:
-                values = self._home.initial_values(self._by_key[segment.key])
-                assert values is not None
-                segment.master(group.memory).copy_(values[segment.start : segment.stop])
-                changed = True
-        return changed
+        changes = [self._fill_in_master(group, segment) for segment in group.layout.segments]
+        return any(changes)
+
+    def _fill_in_master(self, group: SubGroup, segment: Segment) -> bool:
+        """True if that is to be written to the extent."""
+        form, half = segment.item.master, segment.output(group.memory)
+        if form is MasterForm.IN_PLACE or (form is MasterForm.SPLIT and half is None):
+            return False
+        values = self._home.initial_values(self._by_key[segment.key])
+        assert values is not None
+        piece = values[segment.start : segment.stop]
+        if form is MasterForm.WHOLE:
+            segment.master(group.memory).copy_(piece)
+            return True
+        assert half is not None
+        if piece.dtype is half.dtype:
+            half.copy_(piece)
+            return False
+        segment.rest(group.memory).split(0, piece.to("cpu", STATE_DTYPE), half)
+        return True
 
     def publish_with(self, group: SubGroup, segment: Segment) -> None:
         """Have the new values in a slot handed to their parameter when the sub-group is written."""

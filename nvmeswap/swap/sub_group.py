@@ -4,7 +4,8 @@ A sub-group is a run of segments; a segment is a piece of one shard. Its extent 
 update keeps between steps: of each segment first the master, in one of three forms, then the
 optimizer's own states (exp_avg, ...). One read and one write move it; the first step, which finds
 no states yet, reads the masters alone. Behind the extent the slot has room for new parameter values
-in the shard's own dtype, which are computed there and go to the parameter from there:
+in the shard's own dtype, which are computed there and go to the parameter from there. Where they
+are the upper halves of split masters, the old ones are read from the parameter to that place:
 
     |<------------------------ extent ------------------------->|<-- outputs (bf16) -->|
     | master 0 | master 1 |..| exp_avg 0 | exp_avg_sq 0 | ...   | shard 0 | shard 1    |

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from nvmeswap.swap.overlap import BackwardOverlap, OverlapSettings
 from nvmeswap.swap.sizing import Sizing, open_space
 from nvmeswap.swap.space import SwapSpace
 from nvmeswap.swap.stateful import StatefulOptimizer
-from nvmeswap.swap.states import OptimizerStates
+from nvmeswap.swap.states import OptimizerStates, halves_to_read
 from nvmeswap.swap.sub_group import STATE_DTYPE, StateItem, SubGroupLayout
 from nvmeswap.swap.traffic import SubGroup
 from nvmeswap.swap.update import Scratch, Turn, update_segment
@@ -190,6 +191,7 @@ class SwappedOptimizer(StatefulOptimizer):
         (states come with the first step)."""
         self._swapper = swapper
         self._states = OptimizerStates(swapper, self._home, self._by_key)
+        swapper.read_with(partial(halves_to_read, self._home, self._by_key))
         swapper.initialise(self._states.fill_in_masters)
 
     # --- torch.optim.Optimizer ----------------------------------------------------------------

@@ -16,12 +16,13 @@ from nvmeswap.errors import SwapError, SwapIOError, SwapTimeoutError
 from nvmeswap.io.engine import Lane
 from nvmeswap.memory.pool import Pool
 from nvmeswap.memory.slot import Slot
-from nvmeswap.store.store import Store, StoreRequest
-from nvmeswap.swap.shard import Resident, ShardState
+from nvmeswap.store.store import Store
+from nvmeswap.swap.shard import Resident, ShardState, Submit
 from nvmeswap.swap.sub_group import MasterForm, SubGroupLayout
 from nvmeswap.timeline import Timeline
 
-WriteOutputs = Callable[[], list[StoreRequest]]
+# What is to be read into a sub-group's slot from elsewhere than its extent.
+ReadOutputs = Callable[[SubGroupLayout, torch.Tensor, Lane], list[Submit]]
 
 
 class SubGroup(Resident):
@@ -37,7 +38,7 @@ class SubGroup(Resident):
         self.layout = layout
         self.in_ram = in_ram
         self.stored_nbytes = 0
-        self.owed: list[WriteOutputs] = []
+        self.owed: list[Submit] = []
 
     @property
     def memory(self) -> torch.Tensor:
@@ -58,7 +59,8 @@ class SubGroup(Resident):
 
 class SubGroupTraffic:
     """Moves sub-groups. `remaining` is the order in which they will be needed, by index, and
-    `turned` tells whether it runs backwards. Threads: one."""
+    `turned` tells whether it runs backwards; `read_outputs`, what belongs to them and lies with the
+    parameters. Threads: one."""
 
     def __init__(
         self, groups: list[SubGroup], *, store: Store | None, pool: Pool | None, timeout_s: float
@@ -69,15 +71,23 @@ class SubGroupTraffic:
         self._timeout_s = timeout_s
         self.remaining: Sequence[int] = ()
         self.turned = False
+        self.read_outputs: ReadOutputs = lambda layout, memory, lane: []
         self.read_nbytes = self.write_nbytes = 0
         self.timeline: Timeline | None = None
         self._writing: list[SubGroup] = []
 
     # --- in -----------------------------------------------------------------------------------
 
+    def make(self, group: SubGroup) -> None:
+        """To CLEAN, all zeros: one that is new."""
+        assert group.state is ShardState.ON_NVME and group.stored_nbytes == 0
+        group.slot = self._slot_for(group)
+        group.memory[: group.layout.slot_nbytes].zero_()
+        group.move(ShardState.CLEAN)
+
     def bring_in(self, group: SubGroup) -> None:
-        """To CLEAN, whatever it takes; one that was never stored is all zeros. One left DIRTY by a
-        failed write is written first."""
+        """To CLEAN, whatever it takes; an extent that was never stored is all zeros. One left DIRTY
+        by a failed write is written first."""
         if group.state is ShardState.DIRTY:
             self.write_back(group)
         if group.state is ShardState.WRITING:
@@ -109,16 +119,18 @@ class SubGroupTraffic:
                 self.read_ahead()
 
     def _start_reading(self, group: SubGroup, slot: Slot, lane: Lane) -> None:
-        nbytes = group.stored_nbytes
+        store, nbytes = self._store, group.stored_nbytes
+        reads = self.read_outputs(group.layout, slot.memory, lane)
         if nbytes == 0:
-            group.slot = slot
             slot.memory[: group.layout.slot_nbytes].zero_()
-            group.move(ShardState.CLEAN)
-            return
-        store, memory = self._store, slot.memory[:nbytes]
-        assert store is not None
-        group.start_reading(slot, lambda: store.read(group.key, memory, lane=lane))
+        else:
+            assert store is not None
+            extent = slot.memory[:nbytes]
+            reads.insert(0, lambda: [store.read(group.key, extent, lane=lane)])
+        group.start_reading(slot, *reads)
         self.read_nbytes += nbytes
+        if not group.requests:
+            group.finish_reading()
 
     # --- slots --------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from nvmeswap.errors import SwapError, SwapUsageError
+from nvmeswap.io.engine import Lane
 from nvmeswap.store.store import StoreRequest
 from nvmeswap.swap.gradients import HostGradients
 from nvmeswap.swap.home import refuse_odd_dtype
@@ -34,9 +35,10 @@ class PassState(enum.Enum):
 class ShardedHome:
     """`nvmeswap.swap.home.ParameterHome` over FSDP2's shards, swapped or resident.
 
-    A swapped shard's master is kept with its moments, at fp32, and its rounded values go to the
-    parameter swapper. A shard that stays on the device is copied there; an fp32 one on the CPU is
-    updated in place.
+    A swapped shard's new values go to the parameter swapper. One stored in bf16 is the upper half
+    of its master, and comes from there for the update; the rest is kept with its moments, as is the
+    whole fp32 master of others. A shard that stays on a GPU is copied there; one on the CPU is
+    updated in place, with the rest beside its moments if it is bf16.
     """
 
     def __init__(self, model: nn.Module, entries: Sequence[Entry], agreement: Agreement) -> None:
@@ -64,12 +66,14 @@ class ShardedHome:
     ) -> StateItem:
         entry = self._entry(parameter)
         refuse_odd_dtype(entry.parameter.dtype)
-        output = None
-        if self._in_place(entry) is not None:
+        form, output = MasterForm.WHOLE, None
+        in_place = self._in_place(entry) is not None
+        if not in_place and entry.store_dtype is not STATE_DTYPE:
+            output = entry.store_dtype
+        if entry.store_dtype is torch.bfloat16 and (in_place or entry.swapped):
+            form = MasterForm.SPLIT
+        elif in_place:
             form = MasterForm.IN_PLACE
-        else:
-            form = MasterForm.WHOLE
-            output = None if entry.store_dtype is STATE_DTYPE else entry.store_dtype
         return StateItem(entry.key, entry.numel, form, tuple(states), state_dtype, output)
 
     def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
@@ -81,7 +85,9 @@ class ShardedHome:
     def _in_place(self, entry: Entry) -> torch.Tensor | None:
         if entry.swapped or entry.local is None:
             return None
-        if entry.local.device.type != "cpu" or entry.local.dtype is not STATE_DTYPE:
+        if entry.local.device.type != "cpu":
+            return None
+        if entry.local.dtype not in (STATE_DTYPE, torch.bfloat16):
             return None
         return entry.local.view(-1)
 
@@ -95,6 +101,12 @@ class ShardedHome:
     def initial_values(self, parameter: torch.Tensor) -> torch.Tensor | None:
         entry = self._entry(parameter)
         return None if entry.local is None else entry.local.view(-1)
+
+    def fetch(
+        self, parameter: torch.Tensor, start: int, out: torch.Tensor, lane: Lane
+    ) -> list[StoreRequest]:
+        assert self.params is not None
+        return self.params.read_part(self._entry(parameter).key, start, out, lane)
 
     def publish(
         self, parameter: torch.Tensor, start: int, values: torch.Tensor

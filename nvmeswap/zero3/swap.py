@@ -109,13 +109,14 @@ class ZeroSwap:
         return flat.to(device=device, dtype=dtype).view(entry.shape)
 
     def write_shard(self, key: str, values: torch.Tensor) -> None:
-        """Replace stored values and master; waits for the disk. Between passes, gathered copies are
-        dropped."""
+        """Replace the master and with it the stored values, or those alone where there is none;
+        waits for the disk. Between passes, gathered copies are dropped."""
         self._entry(key)
         flat = values.detach().reshape(-1)
-        self._shards.write(key, flat)
         if self._optimizer.swapper.item(key) is not None:
             self._optimizer.states.write({key: {MASTER: Source.of(flat)}})
+        else:
+            self._shards.write(key, flat)
         if not fsdp.in_backward():
             self._home.drop_gathered()
 

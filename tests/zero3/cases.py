@@ -68,6 +68,7 @@ class Case:
     max_in_cpu: int = 0
     clip: bool = False
     steps: int = 4
+    dim: int = 31
     extra: dict[str, Any] = field(default_factory=dict)
 
     def config(self, nvme_path: Path) -> dict[str, Any]:
@@ -88,7 +89,7 @@ class Case:
 
 def build(case: Case) -> AwkwardModel:
     torch.manual_seed(0)
-    return AwkwardModel(checkpointing=case.checkpointing)
+    return AwkwardModel(dim=case.dim, checkpointing=case.checkpointing)
 
 
 def run_swapped(case: Case, nvme_path: Path) -> Run:
@@ -100,15 +101,20 @@ def run_swapped(case: Case, nvme_path: Path) -> Run:
         optimizer.swap.close()
 
 
-def run_in_ram(case: Case) -> Run:
-    """FSDP2 and torch's AdamW: none of our parts."""
-    model = build(case)
+def shard_in_ram(model: nn.Module, *, bf16: bool) -> None:
+    """FSDP2, one group a block."""
     policy = MixedPrecisionPolicy()
-    if case.bf16:
+    if bf16:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for module in [*model.blocks, model]:
         fully_shard(module, mesh=mesh, mp_policy=policy)
+
+
+def run_in_ram(case: Case) -> Run:
+    """FSDP2 and torch's AdamW: none of our parts."""
+    model = build(case)
+    shard_in_ram(model, bf16=case.bf16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     return _train(model, optimizer, case)
 

@@ -85,6 +85,7 @@ def test_runs_of_several_ranks_equal_ram(tmp_path: Path, ranks: int) -> None:
     if ranks == 2:
         cases += [
             Case(bf16=True, buffer_count=12, max_in_cpu=10**9),
+            Case(bf16=True, buffer_count=1, dim=70, steps=3),  # shards that are cut
             Case(bf16=False, accumulation=4, params="cpu"),
             Case(bf16=False, checkpointing=True, optimizer="cpu", params="none"),
         ]
