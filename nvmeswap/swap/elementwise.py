@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from nvmeswap.errors import SwapUsageError
+from nvmeswap.swap.fused import KERNELS
 
 # Torch's fused kernels compute 16 elements at a time and what remains one by one, with other
 # rounding; so the proof cuts at multiples of 64, and its last piece ends in a remainder, too.
@@ -66,6 +67,7 @@ class ElementwiseOptimizer:
         self._step = _unhooked_step(optimizer_class)
         self._refuse_closures()
         self._states_by_kind: dict[tuple[Any, ...], tuple[str, ...]] = {}
+        self._kernel = KERNELS.get(optimizer_class)
         self.states_of(self.defaults)
 
     def states_of(self, group: Mapping[str, Any]) -> tuple[str, ...]:
@@ -129,6 +131,14 @@ class ElementwiseOptimizer:
         scalars: Mapping[str, Any] | None,
         options: dict[str, Any],
     ) -> dict[str, Any]:
+        kernel = self._kernel
+        if (
+            kernel is not None
+            and scalars is not None
+            and options.get("fused")
+            and not isinstance(options["lr"], Tensor)
+        ):
+            return kernel(master, gradient, states, scalars, options)
         piece = master.detach().requires_grad_()
         piece.grad = gradient
         optimizer = self._inner
@@ -195,6 +205,15 @@ class ElementwiseOptimizer:
                     cause="state that is swapped is updated outside of graphs",
                     fix=f"leave {name} out",
                 )
+        try:
+            return self._compare(options)
+        except SwapUsageError:
+            if self._kernel is None:
+                raise
+            self._kernel = None  # perhaps it is the kernel's fault, and not the class's
+            return self._compare(options)
+
+    def _compare(self, options: dict[str, Any]) -> tuple[str, ...]:
         first, *gradients = _proof_values()
         with torch.random.fork_rng(devices=[]):
             whole, state, names = self._step_whole(first, gradients, options)

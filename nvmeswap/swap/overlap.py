@@ -65,6 +65,7 @@ class BackwardOverlap:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._changed = threading.Condition()  # of what follows
         self._final: dict[str, int] = {}  # key -> its place in the order of arrival
+        self._queued: dict[str, torch.cuda.Event] = {}  # after the last use in backward, on a GPU
         self._unused: dict[str, int] = {}  # key -> how many sub-groups still need its gradient
         self._all_final = False
         self._pass_count = 0
@@ -102,7 +103,7 @@ class BackwardOverlap:
             job.stop()
         with self._changed:
             self._last_order = self._final or self._last_order
-            self._final, self._unused = {}, {}
+            self._final, self._unused, self._queued = {}, {}, {}
             self._all_final = False
             self._pass_count, self._pass = 0, None
 
@@ -132,6 +133,9 @@ class BackwardOverlap:
             self._job = self._optimizer.start_step(self._in_expected_order, self._ready)
         self._optimizer.expect_gradient(key, self._scale(parameter))
         with self._changed:
+            if parameter.is_cuda:  # the gradient is not there yet, but queued
+                self._queued[key] = torch.cuda.Event()
+                self._queued[key].record()
             self._final[key] = len(self._final)
             self._changed.notify_all()
 
@@ -166,3 +170,6 @@ class BackwardOverlap:
         with self._changed:
             while not (self._all_final or keys <= self._final.keys() or stopped()):
                 self._changed.wait(_POLL_S)
+            queued = [self._queued[key] for key in keys if key in self._queued]
+        for event in queued:
+            torch.cuda.current_stream().wait_event(event)

@@ -7,7 +7,6 @@ the parameters is.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -75,6 +74,7 @@ class SubGroupTraffic:
         self.read_nbytes = self.write_nbytes = 0
         self.timeline: Timeline | None = None
         self._writing: list[SubGroup] = []
+        self._late_error: SwapError | None = None
 
     # --- in -----------------------------------------------------------------------------------
 
@@ -88,6 +88,7 @@ class SubGroupTraffic:
     def bring_in(self, group: SubGroup) -> None:
         """To CLEAN, whatever it takes; an extent that was never stored is all zeros. One left DIRTY
         by a failed write is written first."""
+        self._raise_late_error()
         if group.state is ShardState.DIRTY:
             self.write_back(group)
         if group.state is ShardState.WRITING:
@@ -113,10 +114,17 @@ class SubGroupTraffic:
 
     def breathe(self) -> None:
         """Called often while the processor computes: where a write has ended, its slot goes to the
-        next read at once. A failed one waits for whoever needs the slot. Takes microseconds."""
+        next read at once. An error is raised by whatever is called next. Takes microseconds."""
         if any(all(r.done() for r in group.requests) for group in self._writing):
-            with contextlib.suppress(SwapError):
+            try:
                 self.read_ahead()
+            except SwapError as error:
+                self._late_error = self._late_error or error
+
+    def _raise_late_error(self) -> None:
+        error, self._late_error = self._late_error, None
+        if error is not None:
+            raise error
 
     def _start_reading(self, group: SubGroup, slot: Slot, lane: Lane) -> None:
         store, nbytes = self._store, group.stored_nbytes
@@ -219,6 +227,7 @@ class SubGroupTraffic:
 
     def flush(self) -> None:
         """Wait until everything is where it belongs; raises the first write error."""
+        self._raise_late_error()
         for group in self._groups:
             if group.state is ShardState.DIRTY:
                 self.write_back(group)

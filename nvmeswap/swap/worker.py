@@ -33,11 +33,14 @@ class Job(Generic[_T]):
         self._over = threading.Event()
         self._result: _T | None = None
         self._error: BaseException | None = None
-        on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
-        self._stream = torch.cuda.current_stream() if on_gpu else None
+        self._stream: torch.cuda.Stream | None = None
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            # Copies of a job that runs behind others must not wait for all that these have queued.
+            self._stream = torch.cuda.Stream() if is_behind else torch.cuda.current_stream()
 
     def run(self) -> None:
-        """On the worker's thread, with the caller's GPU stream as the current one; once only."""
+        """On the worker's thread, with the caller's GPU stream as the current one, or one of its own
+        if it is behind; once only."""
         if self._call is None:
             return
         stream = contextlib.nullcontext() if self._stream is None else (
