@@ -46,7 +46,8 @@ class PipelinedOptimizerSwapper:
         swapper.walk(visit, remaining)   # visit updates segment.state(sub_group.memory, name) ...
 
     Of the pool's slots `buffer_count` serve the pipeline; what is more keeps sub-groups in memory
-    for good, evenly spread over the walk. With `store=None` all of them are.
+    for good, evenly spread over the walk, and so do `least_in_ram_count` in any case. With
+    `store=None` all of them are.
 
     Raises: SwapReadError or SwapWriteError naming the sub-group; after either, walking again goes
     on with the sub-groups that are left, and no update is lost or done twice.
@@ -64,10 +65,12 @@ class PipelinedOptimizerSwapper:
         timeout_s: float,
         buffer_count: int = DEFAULT_BUFFER_COUNT,
         thread_count: int | None = None,
+        least_in_ram_count: int = 0,
     ) -> None:
         assert pool is not None or not layouts
         self._store = store
         self._pool = pool
+        self._buffer_count = buffer_count
         self._groups: list[SubGroup] = []
         self._pieces: dict[str, list[tuple[SubGroup, Segment]]] = {}
         self._traffic = SubGroupTraffic(self._groups, store=store, pool=pool, timeout_s=timeout_s)
@@ -79,7 +82,7 @@ class PipelinedOptimizerSwapper:
         spare = 0 if pool is None else pool.stats().slot_count - buffer_count
         if store is None or 0 < spare >= len(layouts) - buffer_count:
             spare = len(layouts)
-        self._add(layouts, in_ram_count=max(0, spare))
+        self._add(layouts, in_ram_count=max(0, spare, least_in_ram_count))
 
     @staticmethod
     def lay_out(items: Sequence[StateItem], sub_group_numel: int) -> list[SubGroupLayout]:
@@ -97,23 +100,24 @@ class PipelinedOptimizerSwapper:
 
     def add(self, items: Sequence[StateItem], sub_group_numel: int) -> range:
         """More sub-groups, all swapped, of at most so many elements and as large as the slots
-        allow; returns their indices. Raises SwapBudgetError, SwapSpaceError with everything as it
-        was."""
-        assert self._pool is not None
+        allow; returns their indices. Where all slots are taken for good, some that have one are
+        swapped from now on. Raises SwapBudgetError, SwapSpaceError with everything as it was."""
         first = len(self._groups)
         layouts = cut_into_sub_groups(items, sub_group_numel, first_index=first)
         largest = max((layout.slot_nbytes for layout in layouts), default=0)
-        if largest > self._pool.largest_nbytes:
+        available = 0 if self._pool is None or self._store is None else self._pool.largest_nbytes
+        if largest > available:
             if sub_group_numel > SEGMENT_GRAIN_NUMEL:
                 return self.add(items, sub_group_numel // 2)
             raise SwapBudgetError(
                 "optimizer state: the memory taken at the start is too small for this group",
                 wanted_nbytes=largest,
-                available_nbytes=self._pool.largest_nbytes,
+                available_nbytes=available,
                 smallest_nbytes=largest,
                 fix="give all groups to the constructor",
             )
-        self._worker.call(lambda: self._add(layouts, in_ram_count=0))
+        if layouts:
+            self._worker.call(lambda: self._add(layouts, in_ram_count=0))
         return range(first, first + len(layouts))
 
     def _add(self, layouts: Sequence[SubGroupLayout], *, in_ram_count: int) -> None:
@@ -122,18 +126,28 @@ class PipelinedOptimizerSwapper:
         for i, layout in enumerate(layouts):
             stays = (i + 1) * in_ram_count // count > i * in_ram_count // count
             groups.append(SubGroup(first + i, layout, in_ram=stays))
+        leaving = self._those_to_leave_ram()
         specs = {
             group.key: TensorSpec(torch.uint8, (group.layout.state_nbytes,), (1,))
-            for group in groups
-            if not group.in_ram
+            for group in (*groups, *leaving)
+            if group in leaving or not group.in_ram
         }
         if specs:
             assert self._store is not None
             self._store.allocate_many(OPTIMIZER_FILE, specs)
+        for group in leaving:
+            group.leave_ram()
         self._groups += groups
         for group in groups:
             for segment in group.layout.segments:
                 self._pieces.setdefault(segment.key, []).append((group, segment))
+
+    def _those_to_leave_ram(self) -> list[SubGroup]:
+        """Who must give up a slot so that the pipeline has some."""
+        in_ram = [group for group in self._groups if group.in_ram]
+        slot_count = 0 if self._pool is None else self._pool.stats().slot_count
+        kept_count = max(0, slot_count - self._buffer_count)
+        return in_ram[kept_count:]
 
     def item(self, key: str) -> StateItem | None:
         """How a shard is laid out; None for an empty or unknown one."""
@@ -177,11 +191,7 @@ class PipelinedOptimizerSwapper:
     ) -> Job[None]:
         """As `walk`, but returns at once; `ready` is called before each visit and waits until that
         may be made, while the state is being read already."""
-        if self._torn is not None:
-            raise SwapUsageError(
-                f"{self._torn} was interrupted in the middle of an update that can't be undone",
-                fix="go back to a checkpoint",
-            )
+        self.refuse_torn()
         return self._worker.start(
             lambda job: self._walk(visit, remaining, ready, job), is_behind=ready is not None
         )
@@ -229,7 +239,7 @@ class PipelinedOptimizerSwapper:
             if group.can_be_undone:
                 group.drop_slot()  # the state from before is on NVMe
             else:
-                self._torn = group.key
+                self.tear(f"the update of {group.key} was interrupted and can't be undone")
             raise
         if not changed:
             group.move(ShardState.CLEAN)
@@ -270,8 +280,9 @@ class PipelinedOptimizerSwapper:
 
         self._worker.call(go)
 
-    def change(self, keys: Collection[str], visit: Visit) -> None:
-        """As `walk`, outside a step and in order."""
+    def change(self, keys: Collection[str], visit: Visit, what: str) -> None:
+        """As `walk`, outside a step and in order. If it raises, all is torn until the same (by
+        `what`) is done again, or `mend`."""
 
         def go() -> None:
             for group in self.groups_of(keys):
@@ -280,7 +291,19 @@ class PipelinedOptimizerSwapper:
                     self._traffic.write_back(group)
             self._traffic.flush()
 
+        torn = None if self._torn == what else self._torn
+        self._torn = what
         self._worker.call(go)
+        self._torn = torn
+
+    def tear(self, why: str) -> None:
+        """The states are of no use as they are, until `mend`."""
+        self._torn = why
+
+    def refuse_torn(self) -> None:
+        """Raise SwapUsageError if the states are of no use."""
+        if self._torn is not None:
+            raise SwapUsageError(self._torn, fix="load the last checkpoint, parameters included")
 
     def mend(self) -> None:
         """All states have been replaced: what was half updated is so no more."""

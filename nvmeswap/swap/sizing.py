@@ -60,16 +60,22 @@ class Sizing:
             numel //= 2
         return numel
 
+    def in_ram_count(self, layouts: Sequence[SubGroupLayout]) -> int:
+        """Sub-groups that `ratio` keeps in memory."""
+        return len(layouts) - int(self.ratio * len(layouts))
+
     def pool_request(
         self, layouts: Sequence[SubGroupLayout], budget_nbytes: int | None
     ) -> PoolRequest:
         """Slots: what `ratio` keeps in memory and the pipeline; with a budget, up to all."""
-        kept = len(layouts) - int(self.ratio * len(layouts))
+        kept = self.in_ram_count(layouts)
         wanted = len(layouts) if budget_nbytes is not None else kept + self.buffer_count
         classes = [
             SlotClass(max(each.nbytes, _LEAST_SLOT_NBYTES), each.count)
             for each in PipelinedOptimizerSwapper.slot_classes(layouts, wanted)
         ]
+        if not classes:  # all is frozen so far
+            classes = [SlotClass(_LEAST_SLOT_NBYTES, self.buffer_count)]
         return PoolRequest(classes, least_count=min(kept + 1, max(1, len(layouts))))
 
 

@@ -47,6 +47,10 @@ class StatefulOptimizer(Optimizer):
         """The parameter of that name."""
         return self._by_key[key]
 
+    def parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Those that are updated, by key."""
+        return self._by_key.items()
+
     # --- all of it ----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -71,19 +75,13 @@ class StatefulOptimizer(Optimizer):
         Raises SwapManifestError, before anything is changed, for a state of another size. After any
         other error load again.
         """
-        loaded = {}
-        for index, state in state_dict["state"].items():
-            dense = {
-                name: Source.of(value)
+        loaded = {
+            index: {
+                name: Source.of(value) if isinstance(value, torch.Tensor) else value
                 for name, value in state.items()
-                if isinstance(value, torch.Tensor) and (value.dim() or name == MASTER)
             }
-            scalars = {
-                name: value.clone() if isinstance(value, torch.Tensor) else value
-                for name, value in state.items()
-                if name not in dense
-            }
-            loaded[index] = {**scalars, **dense}
+            for index, state in state_dict["state"].items()
+        }
         self._load(loaded, state_dict["param_groups"], state_dict)
 
     def save(self, path: str | Path) -> None:
@@ -125,7 +123,7 @@ class StatefulOptimizer(Optimizer):
         numbers = [index for group in groups for index in group["params"]]
         states, scalars = {}, {}
         for (_, parameter), number in zip(self._numbered(), numbers, strict=False):
-            if parameter in self._owned:
+            if parameter in self._owned and parameter.numel():  # an empty one has no state
                 key = self._home.key_of(parameter)
                 sorted_out = self._states.sort_out(key, loaded.get(number, {}))
                 states[key], scalars[key] = sorted_out
@@ -146,12 +144,12 @@ class StatefulOptimizer(Optimizer):
             for (_, parameter), number in zip(self._numbered(), numbers, strict=False)
             if loaded.get(number)
         }
-        self._states.write(states)
+        self._states.write(states, "a state that was to be loaded")
         self.state.clear()
         for key in started & states.keys():
             self.state[self._by_key[key]] = scalars[key]
         self._started = started & states.keys()
-        self._home.forget_edits()
+        self._home.forget_edits(self._by_key.values())
         swapper.mend()
 
     # --- of one parameter ---------------------------------------------------------------------
@@ -168,24 +166,25 @@ class StatefulOptimizer(Optimizer):
         self, parameter: torch.Tensor, values: torch.Tensor, name: str = MASTER
     ) -> None:
         """Replace a parameter's exact fp32 value (and with it the parameter), or one of its
-        states."""
-        key = self._key_of(parameter)
+        states. If the drive fails meanwhile, all else is refused until the same call succeeds."""
+        key = self._key_of(parameter, may_be_torn=True)
         if name != MASTER and key not in self._started:
             raise SwapUsageError(f"a parameter that was never updated has no {name}")
-        self._states.write({key: {name: Source.of(values)}})
-        self._home.forget_edits()
+        self._states.write({key: {name: Source.of(values)}}, f"the {name} of {key}")
+        if name == MASTER:
+            self._home.forget_edits([parameter])
 
     def _shape_of(self, key: str) -> tuple[int, ...]:
         return tuple(self._home.shape(self._by_key[key]))
 
-    def _key_of(self, parameter: torch.Tensor) -> str:
-        self._refuse_in_a_step()
+    def _key_of(self, parameter: torch.Tensor, *, may_be_torn: bool = False) -> str:
+        self._refuse_in_a_step(may_be_torn=may_be_torn)
         if parameter not in self._owned:
             raise SwapUsageError("that parameter is not one of this optimizer's")
         return self._home.key_of(parameter)
 
-    def _refuse_in_a_step(self) -> None:
-        """Raise if a step is unfinished, or the optimizer closed."""
+    def _refuse_in_a_step(self, *, may_be_torn: bool = False) -> None:
+        """Raise if a step is unfinished, a state half written, or the optimizer closed."""
         raise NotImplementedError
 
     def _forget_step(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,20 +16,30 @@ from nvmeswap.swap.home import ParameterHome
 from nvmeswap.swap.optimizer import PipelinedOptimizerSwapper
 from nvmeswap.swap.sub_group import MASTER, STATE_DTYPE, MasterForm, Segment
 from nvmeswap.swap.traffic import SubGroup
+from nvmeswap.swap.update import take_over_edits
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A flat state to be loaded: `read(start, stop)` gives those elements, any dtype and device."""
+    """A state to be loaded: `read(start, stop)` gives those elements, flat, any dtype and
+    device."""
 
-    numel: int
+    shape: tuple[int, ...]
     read: Callable[[int, int], Tensor]
 
     @classmethod
     def of(cls, values: Tensor) -> Source:
         """From a tensor of any shape."""
         flat = values.detach().reshape(-1)
-        return cls(flat.numel(), lambda start, stop: flat[start:stop])
+        return cls(tuple(values.shape), lambda start, stop: flat[start:stop])
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def whole(self) -> Tensor:
+        """A copy of all of it."""
+        return self.read(0, self.numel).reshape(self.shape).clone()
 
 
 class OptimizerStates:
@@ -112,10 +123,11 @@ class OptimizerStates:
 
         self._swapper.look_at(keys, give)
 
-    def write(self, values: Mapping[str, Mapping[str, Source]]) -> None:
+    def write(self, values: Mapping[str, Mapping[str, Source]], what: str = "a state") -> None:
         """Replace states, and masters and with them the parameters, by key and name. Raises
-        SwapUsageError, SwapManifestError for what does not fit before anything has changed; what a
-        source raises, midway."""
+        SwapUsageError, SwapManifestError for what does not fit before anything has changed. What a
+        source or the drive raises comes midway: then the states are refused until `what` has been
+        written, or all."""
         for key, sources in values.items():
             for name, source in sources.items():
                 self._check_name(key, name)
@@ -131,7 +143,10 @@ class OptimizerStates:
                         segment.state(group.memory, name).copy_(piece)
             return True
 
-        self._swapper.change([key for key, sources in values.items() if sources], replace)
+        self._swapper.change(
+            [key for key, sources in values.items() if sources], replace,
+            f"{what} was written in part",
+        )
 
     def sort_out(
         self, key: str, state: Mapping[str, Source | Any]
@@ -140,7 +155,7 @@ class OptimizerStates:
         parameter. Raises SwapManifestError for what does not fit."""
         item = self._item(key)
         known = (MASTER, *item.states)
-        dense = {name: state[name] for name in known if name in state}
+        dense: dict[str, Source] = {name: state[name] for name in known if name in state}
         for name, source in dense.items():
             self.check_numel(key, name, source)
         missing = [name for name in item.states if state and name not in state]
@@ -156,7 +171,11 @@ class OptimizerStates:
             values = self._home.initial_values(self._by_key[key])
             if values is not None:
                 dense[MASTER] = Source.of(values)
-        return dense, {name: value for name, value in state.items() if name not in known}
+        return dense, {
+            name: value.whole() if isinstance(value, Source) else value
+            for name, value in state.items()
+            if name not in known
+        }
 
     def check_numel(self, key: str, name: str, source: Source) -> None:
         """Raise SwapManifestError if a state to be loaded has another size."""
@@ -183,11 +202,18 @@ class OptimizerStates:
     def _values(self, group: SubGroup, segment: Segment, name: str) -> Tensor:
         if name != MASTER:
             return segment.state(group.memory, name)
+        edited = self._home.edited_values(self._by_key[segment.key])
         if segment.item.master is MasterForm.WHOLE:
-            return segment.master(group.memory)
+            master = segment.master(group.memory)
+            if edited is not None:
+                master = master.clone()
+                take_over_edits(master, edited[segment.start : segment.stop])
+            return master
         here = self._place(group, segment)
         if segment.item.master is MasterForm.IN_PLACE:
             return here
+        if edited is not None:
+            return here.to(STATE_DTYPE)
         master = torch.empty(segment.numel, dtype=STATE_DTYPE)
         segment.rest(group.memory).join(0, here, master)
         return master

@@ -123,6 +123,7 @@ class SwappedOptimizer(StatefulOptimizer):
                 timeout_s=self._space.timeout_s,
                 buffer_count=buffer_count,
                 thread_count=update_thread_count,
+                least_in_ram_count=sizing.in_ram_count(layouts),
             )
         )
         if overlap is not None:
@@ -186,6 +187,7 @@ class SwappedOptimizer(StatefulOptimizer):
         self._swapper = swapper
         self._states = OptimizerStates(swapper, self._home, self._by_key)
         swapper.initialise(self._states.fill_in_masters)
+        self._home.forget_edits(self._by_key.values())
 
     # --- torch.optim.Optimizer ----------------------------------------------------------------
 
@@ -201,10 +203,12 @@ class SwappedOptimizer(StatefulOptimizer):
                 fix="compute the loss and call backward() before step()",
             )
         swapper, overlap = self._attached(), self._overlap
+        swapper.refuse_torn()
         error = None
         try:
-            if overlap is not None:
-                overlap.finish()
+            if overlap is not None and overlap.finish():
+                assert self._step is not None
+                self._step.walked = not self._step.remaining
             if self._step is None:
                 self._begin_step(swapper)
             elif not self._step.walked:
@@ -222,14 +226,15 @@ class SwappedOptimizer(StatefulOptimizer):
         for key, scalars in self._step.after.items():
             self.state[self._by_key[key]] = scalars
         self._started |= self._step.after.keys()
-        self._step = None
-        self._scales.clear()
+        self._home.forget_edits(self._by_key[key] for key in self._step.after)
+        self._forget_step()
 
     def start_step(
         self, order: Callable[[list[SubGroup]], list[int]], ready: Ready
     ) -> Job[None]:
         """Begin a step, over all parameters, whose gradients are still to come: for the overlap."""
         swapper = self._attached()
+        swapper.refuse_torn()
         self._begin_step(swapper, order)
         assert self._step is not None
         return swapper.start_walk(self._visit, self._step.remaining, ready)
@@ -258,6 +263,10 @@ class SwappedOptimizer(StatefulOptimizer):
             for group in self.param_groups
             for parameter in group["params"]
         }
+        for key in keys:
+            item = swapper.item(key)
+            if item is not None:
+                self._rule.check(item.states, options[key], is_first=before[key] is None)
         remaining = swapper.order(keys) if order is None else order(swapper.groups_of(keys))
         self._step = Step(before, edits, options, expected, remaining)
 
@@ -313,9 +322,13 @@ class SwappedOptimizer(StatefulOptimizer):
     def expect_gradient(self, key: str, scale: torch.Tensor | None) -> None:
         """A gradient of the step under way is final; it is to be multiplied by `scale`."""
         assert self._step is not None
+        self.scale_gradient(key, scale)
+        self._step.expected.add(key)
+
+    def scale_gradient(self, key: str, scale: torch.Tensor | None) -> None:
+        """In the step under way, or else the next one."""
         if scale is not None:
             self._scales[key] = scale
-        self._step.expected.add(key)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; gradients that are kept on the host are forgotten (or zeroed), too."""
@@ -326,7 +339,7 @@ class SwappedOptimizer(StatefulOptimizer):
             )
         super().zero_grad(set_to_none)
         self._home.zero_gradients(set_to_none=set_to_none)
-        self._scales.clear()
+        self._forget_step()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, at any time between steps. Raises SwapBudgetError where the memory taken at
@@ -339,15 +352,15 @@ class SwappedOptimizer(StatefulOptimizer):
         first_group = len(self.param_groups)
         super().add_param_group(param_group)
         try:
-            added = swapper.add(self.items(first_group), self._sub_group_numel)
+            swapper.add(self.items(first_group), self._sub_group_numel)
         except BaseException:
             del self.param_groups[first_group:]
             raise
+        # Their masters are filled in by their first step: until then they count as edited.
         trained = [p for p in self.param_groups[-1]["params"] if p.requires_grad]
         self._own(trained)
         if self._overlap is not None:
             self._overlap.watch(trained)
-        swapper.initialise(self._states.fill_in_masters, added)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -366,12 +379,14 @@ class SwappedOptimizer(StatefulOptimizer):
 
     # --- beyond torch -------------------------------------------------------------------------
 
-    def _refuse_in_a_step(self) -> None:
-        self._attached()
+    def _refuse_in_a_step(self, *, may_be_torn: bool = False) -> None:
+        swapper = self._attached()
         if self._step is not None:
             raise SwapUsageError(
                 "a step is unfinished: its state is of two steps", fix="call step() again first"
             )
+        if not may_be_torn:
+            swapper.refuse_torn()
 
     def _forget_step(self) -> None:
         if self._overlap is not None:
@@ -400,6 +415,7 @@ class SwappedOptimizer(StatefulOptimizer):
             self._overlap.close()
         if swapper is not None:
             swapper.close()
+        self._step = None
         space, self._space = self._space, None
         if space is not None:
             space.close()

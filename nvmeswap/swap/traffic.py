@@ -53,6 +53,12 @@ class SubGroup(Resident):
         )
         return not in_place and not self.in_ram
 
+    def leave_ram(self) -> None:
+        """From now on it is swapped; what is in its slot is written on the next occasion."""
+        self.in_ram = False
+        if self.state is ShardState.CLEAN:
+            self.move(ShardState.DIRTY)
+
 
 class SubGroupTraffic:
     """Moves sub-groups. `remaining` is the order in which they will be needed, by index, and
