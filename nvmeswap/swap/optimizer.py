@@ -280,13 +280,22 @@ class PipelinedOptimizerSwapper:
 
         self._worker.call(go)
 
-    def change(self, keys: Collection[str], visit: Visit, what: str) -> None:
-        """As `walk`, outside a step and in order. If it raises, all is torn until the same (by
-        `what`) is done again, or `mend`."""
+    def change(
+        self,
+        keys: Collection[str],
+        visit: Visit,
+        what: str,
+        is_renewed: Callable[[SubGroup], bool] = lambda group: False,
+    ) -> None:
+        """As `walk`, outside a step and in order; sub-groups that are renewed come as zeros. If it
+        raises, all is torn until the same (by `what`) is done again, or `mend`."""
 
         def go() -> None:
             for group in self.groups_of(keys):
-                self._traffic.bring_in(group)
+                if is_renewed(group):
+                    self._traffic.bring_in_blank(group)
+                else:
+                    self._traffic.bring_in(group)
                 if self._visit(group, visit):
                     self._traffic.write_back(group)
             self._traffic.flush()

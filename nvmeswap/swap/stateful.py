@@ -144,7 +144,7 @@ class StatefulOptimizer(Optimizer):
             for (_, parameter), number in zip(self._numbered(), numbers, strict=False)
             if loaded.get(number)
         }
-        self._states.write(states, "a state that was to be loaded")
+        self._states.write(states, "a state that was to be loaded", forget_rest=True)
         self.state.clear()
         for key in started & states.keys():
             self.state[self._by_key[key]] = scalars[key]

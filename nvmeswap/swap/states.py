@@ -123,11 +123,20 @@ class OptimizerStates:
 
         self._swapper.look_at(keys, give)
 
-    def write(self, values: Mapping[str, Mapping[str, Source]], what: str = "a state") -> None:
+    def write(
+        self,
+        values: Mapping[str, Mapping[str, Source]],
+        what: str = "a state",
+        *,
+        forget_rest: bool = False,
+    ) -> None:
         """Replace states, and masters and with them the parameters, by key and name. Raises
         SwapUsageError, SwapManifestError for what does not fit before anything has changed. What a
         source or the drive raises comes midway: then the states are refused until `what` has been
-        written, or all."""
+        written, or all.
+
+        With `forget_rest` the states of these keys that are not given become zeros, and, where
+        masters are given, too, nothing is read: what the drive has lost doesn't matter."""
         for key, sources in values.items():
             for name, source in sources.items():
                 self._check_name(key, name)
@@ -143,9 +152,17 @@ class OptimizerStates:
                         segment.state(group.memory, name).copy_(piece)
             return True
 
+        renewed = {
+            key
+            for key, sources in values.items()
+            if forget_rest
+            and (MASTER in sources or self._item(key).master is MasterForm.IN_PLACE)
+        }
         self._swapper.change(
-            [key for key, sources in values.items() if sources], replace,
+            {key for key, sources in values.items() if sources} | renewed,
+            replace,
             f"{what} was written in part",
+            lambda group: all(segment.key in renewed for segment in group.layout.segments),
         )
 
     def sort_out(

@@ -127,7 +127,7 @@ class SwappedOptimizer(StatefulOptimizer):
             )
         )
         if overlap is not None:
-            self._overlap = BackwardOverlap(self, overlap, self._trained())
+            self.overlap_backward(overlap)
 
     @classmethod
     def over(
@@ -188,6 +188,10 @@ class SwappedOptimizer(StatefulOptimizer):
         self._states = OptimizerStates(swapper, self._home, self._by_key)
         swapper.initialise(self._states.fill_in_masters)
         self._home.forget_edits(self._by_key.values())
+
+    def overlap_backward(self, settings: OverlapSettings) -> None:
+        """From now on update during backward."""
+        self._overlap = BackwardOverlap(self, settings, self._trained())
 
     # --- torch.optim.Optimizer ----------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,14 +121,12 @@ class Twins:
         self.params += params
         self.masters += masters
 
-    def backward(self, seed: int, without: Sequence[int] = ()) -> None:
-        """Adds to gradients what depends on the seed alone; not `without` (by index, modulo their
-        number)."""
+    def backward(self, seed: int, without: Collection[int] = ()) -> None:
+        """Adds to gradients what depends on the seed alone; not `without`, by index."""
         generator = torch.Generator().manual_seed(1000 + seed)
-        missing = {index % len(self.params) for index in without}
         for index, parameter in enumerate(self.params):
             values = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-            if index in missing or not parameter.requires_grad:
+            if index in without or not parameter.requires_grad:
                 continue
             parameter.grad = values if parameter.grad is None else parameter.grad + values
 
