@@ -83,6 +83,20 @@ class BackwardOverlap:
         for parameter in parameters:
             self._hooks.append(parameter.register_post_accumulate_grad_hook(self._arrived))
 
+    def refuse_grad_scaler(self) -> None:
+        """Raise if torch.amp.GradScaler calls this step."""
+        if hasattr(self._optimizer, "found_inf"):
+            for name in ("found_inf", "grad_scale"):
+                delattr(self._optimizer, name)
+            what = "GradScaler does not go with updates during backward, before it has unscaled"
+            self._optimizer.swapper.tear(what)
+            raise SwapUsageError(
+                what,
+                intact="nothing: parameters have been updated with scaled gradients",
+                fix="load the last checkpoint, parameters included; train in bfloat16 without "
+                "scaling, or don't overlap",
+            )
+
     def finish(self) -> bool:
         """No more gradients will come: wait for the walk, if there is one (else False); raises
         once what went wrong in it."""

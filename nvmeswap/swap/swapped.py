@@ -192,6 +192,8 @@ class SwappedOptimizer(StatefulOptimizer):
     def overlap_backward(self, settings: OverlapSettings) -> None:
         """From now on update during backward."""
         self._overlap = BackwardOverlap(self, settings, self._trained())
+        # GradScaler then leaves the gradients alone and shows itself in step(), which refuses it.
+        self._step_supports_amp_scaling = True
 
     # --- torch.optim.Optimizer ----------------------------------------------------------------
 
@@ -207,6 +209,8 @@ class SwappedOptimizer(StatefulOptimizer):
                 fix="compute the loss and call backward() before step()",
             )
         swapper, overlap = self._attached(), self._overlap
+        if overlap is not None:
+            overlap.refuse_grad_scaler()
         swapper.refuse_torn()
         error = None
         try:
