@@ -125,14 +125,14 @@ class Twins:
         """Adds to gradients what depends on the seed alone; not `without`, by index."""
         generator = torch.Generator().manual_seed(1000 + seed)
         for index, parameter in enumerate(self.params):
-            values = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            values = torch.randn(parameter.shape, generator=generator).to(parameter)
             if index in without or not parameter.requires_grad:
                 continue
             parameter.grad = values if parameter.grad is None else parameter.grad + values
 
     def step_plain(self) -> None:
         for parameter, master in zip(self.params, self.masters, strict=True):
-            master.grad = None if parameter.grad is None else parameter.grad.to(FP32)
+            master.grad = None if parameter.grad is None else parameter.grad.to("cpu", FP32)
         self.plain.step()
 
     def step(self) -> None:
@@ -141,7 +141,7 @@ class Twins:
 
     def assert_same_parameters(self) -> None:
         for index, (mine, master) in enumerate(zip(self.params, self.masters, strict=True)):
-            assert torch.equal(mine, master.to(mine.dtype)), f"parameter {index}, {mine.dtype}"
+            assert torch.equal(mine.cpu(), master.to(mine.dtype)), f"parameter {index}, {mine.dtype}"
 
     def assert_same(self) -> None:
         """Parameters, masters, states and scalars."""
@@ -170,5 +170,5 @@ def assert_same_states(ours: dict[str, Any], expected: dict[str, Any], what: str
 
 
 def _master_of(parameter: Tensor) -> torch.nn.Parameter:
-    master = torch.nn.Parameter(parameter.detach().to(FP32, copy=True))
+    master = torch.nn.Parameter(parameter.detach().to("cpu", FP32, copy=True))
     return master.requires_grad_(parameter.requires_grad)
