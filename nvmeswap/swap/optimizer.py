@@ -272,6 +272,7 @@ class PipelinedOptimizerSwapper:
 
     def look_at(self, keys: Collection[str], look: Callable[[SubGroup], None]) -> None:
         """Call `look` for each sub-group that has to do with any of these shards, in memory."""
+        self.refuse_torn()
 
         def go() -> None:
             for group in self.groups_of(keys):

@@ -144,7 +144,7 @@ class StatefulOptimizer(Optimizer):
             for (_, parameter), number in zip(self._numbered(), numbers, strict=False)
             if loaded.get(number)
         }
-        self._states.write(states, "a state that was to be loaded", forget_rest=True)
+        self._states.write(states, forget_rest=True)
         self.state.clear()
         for key in started & states.keys():
             self.state[self._by_key[key]] = scalars[key]
@@ -170,7 +170,7 @@ class StatefulOptimizer(Optimizer):
         key = self._key_of(parameter, may_be_torn=True)
         if name != MASTER and key not in self._started:
             raise SwapUsageError(f"a parameter that was never updated has no {name}")
-        self._states.write({key: {name: Source.of(values)}}, f"the {name} of {key}")
+        self._states.write({key: {name: Source.of(values)}})
         if name == MASTER:
             self._home.forget_edits([parameter])
 

@@ -126,14 +126,13 @@ class OptimizerStates:
     def write(
         self,
         values: Mapping[str, Mapping[str, Source]],
-        what: str = "a state",
         *,
         forget_rest: bool = False,
     ) -> None:
         """Replace states, and masters and with them the parameters, by key and name. Raises
         SwapUsageError, SwapManifestError for what does not fit before anything has changed. What a
-        source or the drive raises comes midway: then the states are refused until `what` has been
-        written, or all.
+        source or the drive raises comes midway: then all is refused until the same keys and names
+        have been written, or a whole state loaded.
 
         With `forget_rest` the states of these keys that are not given become zeros, and, where
         masters are given, too, nothing is read: what the drive has lost doesn't matter."""
@@ -161,7 +160,7 @@ class OptimizerStates:
         self._swapper.change(
             {key for key, sources in values.items() if sources} | renewed,
             replace,
-            f"{what} was written in part",
+            f"{_listed(values)} was written in part",
             lambda group: all(segment.key in renewed for segment in group.layout.segments),
         )
 
@@ -260,3 +259,9 @@ class OptimizerStates:
         output = segment.output(group.memory)
         assert output is not None
         return output
+
+
+def _listed(values: Mapping[str, Mapping[str, Source]]) -> str:
+    if len(values) > 1:
+        return "a state that was to be loaded"
+    return " and ".join(f"the {name} of {key}" for key in values for name in values[key])

@@ -141,7 +141,8 @@ class Twins:
 
     def assert_same_parameters(self) -> None:
         for index, (mine, master) in enumerate(zip(self.params, self.masters, strict=True)):
-            assert torch.equal(mine.cpu(), master.to(mine.dtype)), f"parameter {index}, {mine.dtype}"
+            same = torch.equal(mine.cpu(), master.to(mine.dtype))
+            assert same, f"parameter {index}, {mine.dtype}"
 
     def assert_same(self) -> None:
         """Parameters, masters, states and scalars."""
