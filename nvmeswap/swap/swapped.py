@@ -112,8 +112,7 @@ class SwappedOptimizer(StatefulOptimizer):
         items = self.items()
         swap = swap or SwapBlock()
         numel = sizing.sub_group_numel(items, swap.host_memory_nbytes)
-        self._sub_group_numel = numel
-        layouts = PipelinedOptimizerSwapper.lay_out(items, numel)
+        layouts = self.lay_out(numel)
         self._space = open_space(sizing, layouts, swap, aio or AioConfig())
         self.attach(
             PipelinedOptimizerSwapper(
@@ -178,7 +177,8 @@ class SwappedOptimizer(StatefulOptimizer):
         ]
 
     def lay_out(self, sub_group_numel: int) -> list[SubGroupLayout]:
-        """The sub-groups of all of them."""
+        """The sub-groups of all of them; those of groups added later will be no larger."""
+        self._sub_group_numel = sub_group_numel
         return PipelinedOptimizerSwapper.lay_out(self.items(), sub_group_numel)
 
     def attach(self, swapper: PipelinedOptimizerSwapper) -> None:
@@ -271,12 +271,23 @@ class SwappedOptimizer(StatefulOptimizer):
             for group in self.param_groups
             for parameter in group["params"]
         }
-        for key in keys:
-            item = swapper.item(key)
-            if item is not None:
-                self._rule.check(item.states, options[key], is_first=before[key] is None)
+        self._check_options(swapper, before, options)
         remaining = swapper.order(keys) if order is None else order(swapper.groups_of(keys))
         self._step = Step(before, edits, options, expected, remaining)
+
+    def _check_options(
+        self,
+        swapper: PipelinedOptimizerSwapper,
+        before: Mapping[str, Mapping[str, Any] | None],
+        options: Mapping[str, dict[str, Any]],
+    ) -> None:
+        """Options that need other states than there are must not be found in mid-update."""
+        checked = set()
+        for key, scalars in before.items():
+            item, group, is_first = swapper.item(key), options[key], scalars is None
+            if item is not None and (id(group), item.states, is_first) not in checked:
+                self._rule.check(item.states, group, is_first=is_first)
+                checked.add((id(group), item.states, is_first))
 
     def _refuse_strangers(self) -> None:
         """A parameter that was frozen when the optimizer was built has no state here."""
