@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +20,7 @@ from nvmeswap.swap.sizing import Sizing, open_space
 from nvmeswap.swap.space import SwapSpace
 from nvmeswap.swap.stateful import StatefulOptimizer
 from nvmeswap.swap.states import OptimizerStates
+from nvmeswap.swap.step import Step
 from nvmeswap.swap.sub_group import STATE_DTYPE, StateItem, SubGroupLayout
 from nvmeswap.swap.traffic import SubGroup
 from nvmeswap.swap.update import Turn, update_segment
@@ -28,29 +28,6 @@ from nvmeswap.swap.worker import Job
 
 _Optimizer = TypeVar("_Optimizer", bound="SwappedOptimizer")
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
-
-
-@dataclass(eq=False, slots=True)
-class Step:
-    """A step under way. It is made whole and then set in one assignment, so that whatever
-    interrupts a step, Ctrl-C included, the next call of `step` finds either none or one to go on
-    with.
-
-    `before`: the scalars (step count and the like) of each parameter that may be updated, None for
-    one that never was; `after`: those of the ones that have been. `edits`: values that others wrote
-    to it since the last step, or None. `options`: the group of each. `expected`: those whose
-    gradient is there, and must not be lost before it is used. `remaining`: the sub-groups
-    not yet updated. `walked`: all are, but with several ranks
-    another one may not have got so far.
-    """
-
-    before: dict[str, Mapping[str, Any] | None]
-    edits: dict[str, torch.Tensor | None]
-    options: dict[str, dict[str, Any]]
-    expected: set[str]
-    remaining: list[int]
-    after: dict[str, dict[str, Any]] = field(default_factory=dict)
-    walked: bool = False
 
 
 class SwappedOptimizer(StatefulOptimizer):
