@@ -284,3 +284,21 @@ def test_group_added_when_all_slots_are_taken_for_good(tmp_path: Path) -> None:
     twins.assert_same()
     assert twins.swapped.stats().write_nbytes > 0
     twins.swapped.close()
+
+
+def test_state_lost_while_backward_is_overlapped_is_restored_too(bench: Bench) -> None:
+    """Backward itself goes on; step() tells."""
+    twins = twins_over(bench, overlap=True)
+    saved, weights = saved_after(twins, range(2))
+    damage(bench)
+    backward_through_autograd(twins, 2)
+    for _ in range(2):
+        with pytest.raises(SwapChecksumError):
+            twins.swapped.step()
+    restore(twins, saved, weights)
+    twins.swapped.zero_grad()
+    for step in (2, 3):
+        one_step(twins, step, overlap=True)
+        twins.swapped.step()
+        twins.swapped.zero_grad()
+    twins.assert_same()
