@@ -33,6 +33,8 @@ class StatefulOptimizer(Optimizer):
     _owned: set[torch.Tensor]
     # Parameters that have been updated: those with states. (A class may have no step count.)
     _started: set[str]
+    # Those whose exact values were given from outside, so that they are saved before any update.
+    _given: set[str]
 
     def _own(self, parameters: Iterable[torch.Tensor]) -> None:
         for parameter in parameters:
@@ -61,9 +63,10 @@ class StatefulOptimizer(Optimizer):
         state = {index: dict(scalars) for index, scalars in packed["state"].items()}
         for index, parameter in self._numbered():
             key = self._home.key_of(parameter)
-            if key in self._started:
+            names = self._saved_names(key)
+            if names or key in self._started:
                 states = state.setdefault(index, {})
-                for name in self._states.names(key):
+                for name in names:
                     states[name] = self._states.read(key, name).view(self._shape_of(key))
         return {**packed, "state": state}
 
@@ -91,21 +94,27 @@ class StatefulOptimizer(Optimizer):
         Raises SwapSpaceError, SwapPathError, SwapWriteError with an older file as it was.
         """
         self._refuse_in_a_step()
-        keys = {
-            self._home.key_of(parameter): index
-            for index, parameter in self._numbered()
-            if self._home.key_of(parameter) in self._started
+        numbers = {self._home.key_of(parameter): index for index, parameter in self._numbered()}
+        names = {
+            key: self._saved_names(key)
+            for key in numbers
+            if key in self._started or key in self._given
         }
         save_states(
             Path(path),
             Optimizer.state_dict(self),
             {
-                key: {name: self._states.dtype(key, name) for name in self._states.names(key)}
-                for key in keys
+                key: {name: self._states.dtype(key, name) for name in its_names}
+                for key, its_names in names.items()
             },
-            {key: (index, self._shape_of(key)) for key, index in keys.items()},
-            lambda take: self._states.stream(keys, take),
+            {key: (numbers[key], self._shape_of(key)) for key in names},
+            lambda take: self._states.stream(names, take),
         )
+
+    def _saved_names(self, key: str) -> tuple[str, ...]:
+        if key in self._started:
+            return self._states.names(key)
+        return (MASTER,) if key in self._given and MASTER in self._states.names(key) else ()
 
     def load(self, path: str | Path) -> None:
         """As `load_state_dict`, from a file that `save` wrote, streamed. Raises SwapPathError,
@@ -139,16 +148,17 @@ class StatefulOptimizer(Optimizer):
             group.update(how)
             group.update({name: tuple(group[name]) for name in tuples if name in group})
         self._forget_step()
-        started = {
-            self._home.key_of(parameter)
+        names = {
+            self._home.key_of(parameter): loaded.get(number, {}).keys()
             for (_, parameter), number in zip(self._numbered(), numbers, strict=False)
-            if loaded.get(number)
         }
+        started = {key for key in states if names[key] - {MASTER}}
         self._states.write(states, forget_rest=True)
         self.state.clear()
-        for key in started & states.keys():
+        for key in started:
             self.state[self._by_key[key]] = scalars[key]
-        self._started = started & states.keys()
+        self._started = started
+        self._given = {key for key in states if MASTER in names[key]}
         self._home.forget_edits(self._by_key.values())
         swapper.mend()
 
@@ -172,6 +182,7 @@ class StatefulOptimizer(Optimizer):
             raise SwapUsageError(f"a parameter that was never updated has no {name}")
         self._states.write({key: {name: Source.of(values)}})
         if name == MASTER:
+            self._given.add(key)
             self._home.forget_edits([parameter])
 
     def _shape_of(self, key: str) -> tuple[int, ...]:

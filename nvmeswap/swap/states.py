@@ -110,18 +110,21 @@ class OptimizerStates:
         self._swapper.look_at([key], copy)
         return out
 
-    def stream(self, keys: Collection[str], take: Callable[[str, str, int, Tensor], None]) -> None:
-        """Give all that is to be saved to `take`(key, name, start, values), piece by piece, in the
-        order in which it is stored; `values` are valid in the call only."""
+    def stream(
+        self,
+        names: Mapping[str, Collection[str]],
+        take: Callable[[str, str, int, Tensor], None],
+    ) -> None:
+        """Give these states, by key, to `take`(key, name, start, values), piece by piece, in the
+        order in which they are stored; `values` are valid in the call only."""
 
         def give(group: SubGroup) -> None:
             for segment in group.layout.segments:
-                if segment.key in keys:
-                    for name in self.names(segment.key):
-                        values = self._values(group, segment, name)
-                        take(segment.key, name, segment.start, values)
+                for name in names.get(segment.key, ()):
+                    values = self._values(group, segment, name)
+                    take(segment.key, name, segment.start, values)
 
-        self._swapper.look_at(keys, give)
+        self._swapper.look_at(names, give)
 
     def write(
         self,
@@ -174,7 +177,8 @@ class OptimizerStates:
         dense: dict[str, Source] = {name: state[name] for name in known if name in state}
         for name, source in dense.items():
             self.check_numel(key, name, source)
-        missing = [name for name in item.states if state and name not in state]
+        is_stepped = bool(state.keys() - {MASTER})
+        missing = [name for name in item.states if is_stepped and name not in state]
         if missing:
             raise SwapManifestError(
                 f"{key}: the state to be loaded has no {missing[0]}",

@@ -136,7 +136,7 @@ class SwappedOptimizer(StatefulOptimizer):
         self._swapper = None
         self._overlap = None
         self._step = None
-        self._started = set()
+        self._started, self._given = set(), set()
         self._scales: dict[str, torch.Tensor] = {}  # of gradients, in the next step
         super().__init__(params, dict(self._rule.defaults))
         self._by_key = {}

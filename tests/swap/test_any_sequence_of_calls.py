@@ -71,7 +71,7 @@ class Run:
     def write_moment(self, number: int) -> None:
         parameter, master = self.one(number)
         moment = self.twins.plain.state[master].get("exp_avg")
-        if moment is not None:
+        if moment is not None and parameter.numel():  # an empty one has no state here
             moment.add_(0.5)
             value = moment.clone()
             self.until_it_succeeds(

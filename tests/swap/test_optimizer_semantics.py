@@ -298,3 +298,24 @@ def test_steps_stopped_by_ctrl_c_go_on(
 
 def _is_done(twins: Twins, step: int) -> bool:
     return int(twins.swapped.state[twins.params[0]].get("step", 0)) == step + 1
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_exact_values_given_before_any_update_are_saved(
+    make: Make, tmp_path: Path, kind: Any
+) -> None:
+    """The parameter has only their rounding."""
+    exact = torch.linspace(-2, 2, 9000)
+    params, others = (parameters_of([(37,), (9000,)], [BF16, BF16]) for _ in range(2))
+    swapped, other, third = (make(each, kind, lr=0.1) for each in (params, others, others))
+    swapped.write_state(params[1], exact)
+    swapped.save(tmp_path / "state")
+    other.load(tmp_path / "state")
+    assert torch.equal(other.read_state(others[1]), exact)
+    third.load_state_dict(other.state_dict())
+    assert torch.equal(third.read_state(others[1]), exact)
+    assert torch.equal(others[1], exact.bfloat16())
+    for each, optimizer in ((params, swapped), (others, third)):
+        set_gradients(each, 0)
+        optimizer.step()
+    assert all(map(torch.equal, params, others))
