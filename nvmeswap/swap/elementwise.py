@@ -10,7 +10,7 @@ the bits of its flattened form stepped in pieces.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -102,14 +102,15 @@ class ElementwiseOptimizer:
         Raises: SwapUsageError, before anything is changed, if the options need a state that is
         not among `states`.
         """
-        needed = self.states_of(group)
-        if states.keys() != set(needed):
-            self._check_states(needed, states, is_first=scalars is None)
+        self.check(states.keys(), group, is_first=scalars is None)
         return self._step_piece(master, gradient, states, scalars, self._resolved(group))
 
-    def _check_states(
-        self, needed: tuple[str, ...], states: Mapping[str, Tensor], is_first: bool
+    def check(
+        self, states: Collection[str], group: Mapping[str, Any], *, is_first: bool
     ) -> None:
+        """Raise SwapUsageError if the options need a state that is not among `states`, or in a
+        first step don't need one that is."""
+        needed = self.states_of(group)
         missing = [name for name in needed if name not in states]
         # Later on an unneeded state rests, as in torch; but first it would have no contents.
         unset = [name for name in states if name not in needed] if is_first else []

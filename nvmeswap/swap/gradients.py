@@ -51,6 +51,9 @@ class HostGradients:
             newest = flat if held is None else held
             self._norms[key] = torch.linalg.vector_norm(newest, self._norm_type)
 
+    def __contains__(self, key: str) -> bool:
+        return key in self._gradients
+
     def get(self, key: str) -> torch.Tensor | None:
         """The sum so far, flat in host memory, or None; waits for a copy under way."""
         self._wait(key)

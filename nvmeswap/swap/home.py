@@ -6,7 +6,7 @@ are sharded and on NVMe.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -28,6 +28,9 @@ class ParameterHome(Protocol):
     ) -> StateItem:
         """How its optimizer state is to be laid out; `states` are the update's own."""
 
+    def has_gradient(self, parameter: torch.Tensor) -> bool:
+        """Whether it has one now."""
+
     def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Its gradient now, any floating dtype, or None."""
 
@@ -36,7 +39,7 @@ class ParameterHome(Protocol):
 
     def edited_values(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Its values now, if somebody else has written to it since the last step (as
-        load_state_dict does); None if its master is up to date."""
+        load_state_dict does), or its master was never told of it; None if that is up to date."""
 
     def initial_values(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Its values for a master, flat, any dtype and device; None if nothing but the master has
@@ -64,8 +67,8 @@ class ParameterHome(Protocol):
         """Called when all parameters have their new values, or with what went wrong on the way;
         raises unless all went well on all ranks."""
 
-    def forget_edits(self) -> None:
-        """What the parameters are now, their masters are, too."""
+    def forget_edits(self, parameters: Iterable[torch.Tensor]) -> None:
+        """What these are now, their masters are, too."""
 
     def zero_gradients(self, *, set_to_none: bool) -> None:
         """Forget or zero the gradients that are not in `parameter.grad`."""
@@ -99,6 +102,9 @@ class ResidentHome:
         key, numel = self.key_of(parameter), parameter.numel()
         return StateItem(key, numel, form, tuple(states), state_dtype, output)
 
+    def has_gradient(self, parameter: torch.Tensor) -> bool:
+        return parameter.grad is not None
+
     def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         gradient = parameter.grad
         if gradient is None:
@@ -115,11 +121,11 @@ class ResidentHome:
         return None
 
     def edited_values(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        known = self._versions.setdefault(parameter, parameter._version)
-        return None if parameter._version == known else parameter.detach().view(-1).to("cpu")
+        if self._versions.get(parameter) == parameter._version:
+            return None
+        return parameter.detach().view(-1).to("cpu")
 
     def initial_values(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        self._versions[parameter] = parameter._version
         return parameter.detach().view(-1)
 
     def fetch(
@@ -141,10 +147,9 @@ class ResidentHome:
     def after_step(self, error: SwapError | None) -> None:
         if error is not None:
             raise error
-        self.forget_edits()
 
-    def forget_edits(self) -> None:
-        self._versions = {parameter: parameter._version for parameter in self._keys}
+    def forget_edits(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._versions.update({parameter: parameter._version for parameter in parameters})
 
     def zero_gradients(self, *, set_to_none: bool) -> None: ...
 

@@ -109,28 +109,24 @@ class PipelinedOptimizerSwapper:
 
     def add(self, items: Sequence[StateItem], sub_group_numel: int) -> range:
         """More sub-groups, all swapped, of at most so many elements and as large as the slots
-        allow; returns their indices. Raises SwapBudgetError, SwapSpaceError with everything as it
-        was."""
-        assert self._pool is not None
+        allow; returns their indices. Where all slots are taken for good, some that have one are
+        swapped from now on. Raises SwapBudgetError, SwapSpaceError with everything as it was."""
         first = len(self._groups)
         layouts = cut_into_sub_groups(items, sub_group_numel, first_index=first)
         largest = max((layout.slot_nbytes for layout in layouts), default=0)
-        if largest > self._pool.largest_nbytes:
+        available = 0 if self._pool is None or self._store is None else self._pool.largest_nbytes
+        if largest > available:
             if sub_group_numel > SEGMENT_GRAIN_NUMEL:
                 return self.add(items, sub_group_numel // 2)
             raise SwapBudgetError(
                 "optimizer state: the memory taken at the start is too small for this group",
                 wanted_nbytes=largest,
-                available_nbytes=self._pool.largest_nbytes,
+                available_nbytes=available,
                 smallest_nbytes=largest,
                 fix="give all groups to the constructor",
             )
-
-        def add() -> None:
-            self._add(layouts, in_ram_count=0)
-            self._make_room()
-
-        self._worker.call(add)
+        if layouts:
+            self._worker.call(lambda: self._add(layouts, in_ram_count=0))
         return range(first, first + len(layouts))
 
     def _add(self, layouts: Sequence[SubGroupLayout], *, in_ram_count: int) -> None:
@@ -139,34 +135,28 @@ class PipelinedOptimizerSwapper:
         for i, layout in enumerate(layouts):
             stays = (i + 1) * in_ram_count // count > i * in_ram_count // count
             groups.append(SubGroup(first + i, layout, in_ram=stays))
-        self._allocate([group for group in groups if not group.in_ram])
+        leaving = self._those_to_leave_ram()
+        specs = {
+            group.key: TensorSpec(torch.uint8, (group.layout.state_nbytes,), (1,))
+            for group in (*groups, *leaving)
+            if group in leaving or not group.in_ram
+        }
+        if specs:
+            assert self._store is not None
+            self._store.allocate_many(OPTIMIZER_FILE, specs)
+        for group in leaving:
+            group.leave_ram()
         self._groups += groups
         for group in groups:
             for segment in group.layout.segments:
                 self._pieces.setdefault(segment.key, []).append((group, segment))
 
-    def _make_room(self) -> None:
-        """Where sub-groups in memory hold every slot, some of them are swapped from now on."""
-        assert self._pool is not None
+    def _those_to_leave_ram(self) -> list[SubGroup]:
+        """Who must give up a slot so that the pipeline has some."""
         in_ram = [group for group in self._groups if group.in_ram]
-        excess = len(in_ram) - max(0, self._pool.stats().slot_count - self._buffer_count)
-        demoted = in_ram[-excess:] if excess > 0 else []
-        self._allocate(demoted)
-        for group in demoted:
-            self._traffic.bring_in(group)
-            group.in_ram = False
-            group.move(ShardState.DIRTY)
-            self._traffic.write_back(group)
-        self._traffic.flush()
-
-    def _allocate(self, groups: Sequence[SubGroup]) -> None:
-        specs = {
-            group.key: TensorSpec(torch.uint8, (group.layout.state_nbytes,), (1,))
-            for group in groups
-        }
-        if specs:
-            assert self._store is not None
-            self._store.allocate_many(OPTIMIZER_FILE, specs)
+        slot_count = 0 if self._pool is None else self._pool.stats().slot_count
+        kept_count = max(0, slot_count - self._buffer_count)
+        return in_ram[kept_count:]
 
     def item(self, key: str) -> StateItem | None:
         """How a shard is laid out; None for an empty or unknown one."""
@@ -210,11 +200,7 @@ class PipelinedOptimizerSwapper:
     ) -> Job[None]:
         """As `walk`, but returns at once; `ready` is called before each visit and waits until that
         may be made, while the state is being read already."""
-        if self._torn is not None:
-            raise SwapUsageError(
-                f"{self._torn} was interrupted in the middle of an update that can't be undone",
-                fix="go back to a checkpoint",
-            )
+        self.refuse_torn()
         return self._worker.start(
             lambda job: self._walk(visit, remaining, ready, job), is_behind=ready is not None
         )
@@ -275,7 +261,7 @@ class PipelinedOptimizerSwapper:
             if group.can_be_undone:
                 group.drop_slot()  # the state from before is on NVMe
             else:
-                self._torn = group.key
+                self.tear(f"the update of {group.key} was interrupted and can't be undone")
             raise
         if not changed:
             group.move(ShardState.CLEAN)
@@ -301,24 +287,22 @@ class PipelinedOptimizerSwapper:
 
     # --- outside a step -----------------------------------------------------------------------
 
-    def initialise(self, visit: Visit, indices: Iterable[int] | None = None) -> None:
-        """Let `visit` make the first masters of every sub-group (or of those), one after the other,
-        in memory that is all zeros; the rest of the state counts as never written."""
+    def initialise(self, visit: Visit) -> None:
+        """Let `visit` make the first masters of every sub-group, one after the other, in memory
+        that is all zeros; the rest of the state counts as never written."""
 
         def fill() -> None:
-            groups = self._groups if indices is None else [self._groups[i] for i in indices]
-            self._torn = groups[0].key if groups else None  # until all have their masters
-            for group in groups:
+            for group in self._groups:
                 self._traffic.make(group)
                 if self._visit(group, visit):
                     self._traffic.write_back(group, group.layout.masters_nbytes)
             self._traffic.flush()
-            self._torn = None
 
         self._worker.call(fill)
 
     def look_at(self, keys: Collection[str], look: Callable[[SubGroup], None]) -> None:
         """Call `look` for each sub-group that has to do with any of these shards, in memory."""
+        self.refuse_torn()
 
         def go() -> None:
             for group in self.groups_of(keys):
@@ -327,17 +311,39 @@ class PipelinedOptimizerSwapper:
 
         self._worker.call(go)
 
-    def change(self, keys: Collection[str], visit: Visit) -> None:
-        """As `walk`, outside a step and in order."""
+    def change(
+        self,
+        keys: Collection[str],
+        visit: Visit,
+        what: str,
+        is_renewed: Callable[[SubGroup], bool] = lambda group: False,
+    ) -> None:
+        """As `walk`, outside a step and in order; sub-groups that are renewed come as zeros. If it
+        raises, all is torn until the same (by `what`) is done again, or `mend`."""
 
         def go() -> None:
             for group in self.groups_of(keys):
-                self._traffic.bring_in(group)
+                if is_renewed(group):
+                    self._traffic.bring_in_blank(group)
+                else:
+                    self._traffic.bring_in(group)
                 if self._visit(group, visit):
                     self._traffic.write_back(group)
             self._traffic.flush()
 
+        torn = None if self._torn == what else self._torn
+        self._torn = what
         self._worker.call(go)
+        self._torn = torn
+
+    def tear(self, why: str) -> None:
+        """The states are of no use as they are, until `mend`."""
+        self._torn = why
+
+    def refuse_torn(self) -> None:
+        """Raise SwapUsageError if the states are of no use."""
+        if self._torn is not None:
+            raise SwapUsageError(self._torn, fix="load the last checkpoint, parameters included")
 
     def mend(self) -> None:
         """All states have been replaced: what was half updated is so no more."""

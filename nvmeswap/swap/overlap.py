@@ -66,7 +66,7 @@ class BackwardOverlap:
         self._changed = threading.Condition()  # of what follows
         self._final: dict[str, int] = {}  # key -> its place in the order of arrival
         self._queued: dict[str, torch.cuda.Event] = {}  # after the last use in backward, on a GPU
-        self._unused: dict[str, int] = {}  # key -> how many sub-groups still need its gradient
+        self._unused: Counter[str] = Counter()  # key -> how many sub-groups still need its gradient
         self._all_final = False
         self._pass_count = 0
         self._pass: int | None = None  # autograd's number of the one under way
@@ -84,26 +84,44 @@ class BackwardOverlap:
         for parameter in parameters:
             self._hooks.append(parameter.register_post_accumulate_grad_hook(self._arrived))
 
+    def refuse_grad_scaler(self) -> None:
+        """Raise if torch.amp.GradScaler calls this step."""
+        if hasattr(self._optimizer, "found_inf"):
+            for name in ("found_inf", "grad_scale"):
+                delattr(self._optimizer, name)
+            what = "GradScaler does not go with updates during backward, before it has unscaled"
+            self._optimizer.swapper.tear(what)
+            raise SwapUsageError(
+                what,
+                intact="nothing: parameters have been updated with scaled gradients",
+                fix="load the last checkpoint, parameters included; train in bfloat16 without "
+                "scaling, or don't overlap",
+            )
+
     def finish(self) -> bool:
-        """No more gradients will come: wait for the walk; raises what went wrong in it. False if
-        there is none."""
+        """No more gradients will come: wait for the walk, if there is one (else False); raises
+        once what went wrong in it."""
         with self._changed:
+            if not self._all_final:  # these came in earlier passes than the last
+                for key, parameter in self._optimizer.parameters():
+                    if key not in self._final:
+                        self._optimizer.scale_gradient(key, self._scale(parameter))
             self._all_final = True
             self._changed.notify_all()
-        job = self._job
-        if job is not None:
-            job.wait()
-        self.abandon()
-        return job is not None
+        job, self._job = self._job, None
+        if job is None:
+            return False
+        job.wait()
+        return True
 
     def abandon(self) -> None:
-        """Forget the step; wait until its walk has stopped."""
+        """Forget the step, and the passes made for it; wait until its walk has stopped."""
         job, self._job = self._job, None
         if job is not None and not job.is_over():
             job.stop()
         with self._changed:
             self._last_order = self._final or self._last_order
-            self._final, self._unused, self._queued = {}, {}, {}
+            self._final, self._unused, self._queued = {}, Counter(), {}
             self._all_final = False
             self._pass_count, self._pass = 0, None
 
@@ -124,10 +142,14 @@ class BackwardOverlap:
             return
         key = self._optimizer.key_of(parameter)
         if key in self._final or self._pass_count > self._settings.gradient_accumulation_steps:
+            what = f"a gradient of shape {tuple(parameter.shape)} came after its update had begun"
+            self._optimizer.swapper.tear(what)
             raise SwapUsageError(
-                f"a gradient of shape {tuple(parameter.shape)} came after its update had begun",
-                fix="tell OverlapSettings how many backward passes make a step, call step() after "
-                "the last, and use checkpoint(..., use_reentrant=False)",
+                what,
+                intact="nothing: some parameters have been updated",
+                fix="load the last checkpoint, parameters included; tell OverlapSettings how many "
+                "backward passes make a step, call step() after the last, and use "
+                "checkpoint(..., use_reentrant=False)",
             )
         if self._job is None:
             self._job = self._optimizer.start_step(self._in_expected_order, self._ready)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -85,14 +86,9 @@ class SavedStates:
             self.states[int(number)].update(scalars)
         for full_name, shape in self._file.tensors.items():
             _, number, name = full_name.split(".", 2)
-            self.states[int(number)][name] = self._value(full_name, shape, name)
-
-    def _value(self, full_name: str, shape: TensorShape, name: str) -> Any:
-        if not shape.shape and name != "master":
-            return self._file.read(full_name, 0, 1)[0].clone()
-        return Source(
-            shape.numel, lambda start, stop: self._file.read(full_name, start, stop)
-        )
+            self.states.setdefault(int(number), {})[name] = Source(
+                shape.shape, partial(self._file.read, full_name)
+            )
 
     def __enter__(self) -> SavedStates:
         return self

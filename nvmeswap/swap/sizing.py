@@ -34,9 +34,10 @@ class Sizing:
     pin_memory: bool
 
     def __post_init__(self) -> None:
+        size = self.sub_group_size
         for name, value, right in (
             ("buffer_count", self.buffer_count, self.buffer_count >= 1),
-            ("sub_group_size", self.sub_group_size, (self.sub_group_size or 1) >= 1),
+            ("sub_group_size", size, size is None or size >= 1),
             ("ratio", self.ratio, 0 <= self.ratio <= 1),
         ):
             if not right:

@@ -33,6 +33,8 @@ class StatefulOptimizer(Optimizer):
     _owned: set[torch.Tensor]
     # Parameters that have been updated: those with states. (A class may have no step count.)
     _started: set[str]
+    # Those whose exact values were given from outside, so that they are saved before any update.
+    _given: set[str]
 
     def _own(self, parameters: Iterable[torch.Tensor]) -> None:
         for parameter in parameters:
@@ -47,6 +49,10 @@ class StatefulOptimizer(Optimizer):
         """The parameter of that name."""
         return self._by_key[key]
 
+    def parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Those that are updated, by key."""
+        return self._by_key.items()
+
     # --- all of it ----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -57,9 +63,10 @@ class StatefulOptimizer(Optimizer):
         state = {index: dict(scalars) for index, scalars in packed["state"].items()}
         for index, parameter in self._numbered():
             key = self._home.key_of(parameter)
-            if key in self._started:
+            names = self._saved_names(key)
+            if names or key in self._started:
                 states = state.setdefault(index, {})
-                for name in self._states.names(key):
+                for name in names:
                     states[name] = self._states.read(key, name).view(self._shape_of(key))
         return {**packed, "state": state}
 
@@ -71,19 +78,13 @@ class StatefulOptimizer(Optimizer):
         Raises SwapManifestError, before anything is changed, for a state of another size. After any
         other error load again.
         """
-        loaded = {}
-        for index, state in state_dict["state"].items():
-            dense = {
-                name: Source.of(value)
+        loaded = {
+            index: {
+                name: Source.of(value) if isinstance(value, torch.Tensor) else value
                 for name, value in state.items()
-                if isinstance(value, torch.Tensor) and (value.dim() or name == MASTER)
             }
-            scalars = {
-                name: value.clone() if isinstance(value, torch.Tensor) else value
-                for name, value in state.items()
-                if name not in dense
-            }
-            loaded[index] = {**scalars, **dense}
+            for index, state in state_dict["state"].items()
+        }
         self._load(loaded, state_dict["param_groups"], state_dict)
 
     def save(self, path: str | Path) -> None:
@@ -93,21 +94,27 @@ class StatefulOptimizer(Optimizer):
         Raises SwapSpaceError, SwapPathError, SwapWriteError with an older file as it was.
         """
         self._refuse_in_a_step()
-        keys = {
-            self._home.key_of(parameter): index
-            for index, parameter in self._numbered()
-            if self._home.key_of(parameter) in self._started
+        numbers = {self._home.key_of(parameter): index for index, parameter in self._numbered()}
+        names = {
+            key: self._saved_names(key)
+            for key in numbers
+            if key in self._started or key in self._given
         }
         save_states(
             Path(path),
             Optimizer.state_dict(self),
             {
-                key: {name: self._states.dtype(key, name) for name in self._states.names(key)}
-                for key in keys
+                key: {name: self._states.dtype(key, name) for name in its_names}
+                for key, its_names in names.items()
             },
-            {key: (index, self._shape_of(key)) for key, index in keys.items()},
-            lambda take: self._states.stream(keys, take),
+            {key: (numbers[key], self._shape_of(key)) for key in names},
+            lambda take: self._states.stream(names, take),
         )
+
+    def _saved_names(self, key: str) -> tuple[str, ...]:
+        if key in self._started:
+            return self._states.names(key)
+        return (MASTER,) if key in self._given and MASTER in self._states.names(key) else ()
 
     def load(self, path: str | Path) -> None:
         """As `load_state_dict`, from a file that `save` wrote, streamed. Raises SwapPathError,
@@ -125,7 +132,7 @@ class StatefulOptimizer(Optimizer):
         numbers = [index for group in groups for index in group["params"]]
         states, scalars = {}, {}
         for (_, parameter), number in zip(self._numbered(), numbers, strict=False):
-            if parameter in self._owned:
+            if parameter in self._owned and parameter.numel():  # an empty one has no state
                 key = self._home.key_of(parameter)
                 sorted_out = self._states.sort_out(key, loaded.get(number, {}))
                 states[key], scalars[key] = sorted_out
@@ -141,17 +148,18 @@ class StatefulOptimizer(Optimizer):
             group.update(how)
             group.update({name: tuple(group[name]) for name in tuples if name in group})
         self._forget_step()
-        started = {
-            self._home.key_of(parameter)
+        names = {
+            self._home.key_of(parameter): loaded.get(number, {}).keys()
             for (_, parameter), number in zip(self._numbered(), numbers, strict=False)
-            if loaded.get(number)
         }
-        self._states.write(states)
+        started = {key for key in states if names[key] - {MASTER}}
+        self._states.write(states, forget_rest=True)
         self.state.clear()
-        for key in started & states.keys():
+        for key in started:
             self.state[self._by_key[key]] = scalars[key]
-        self._started = started & states.keys()
-        self._home.forget_edits()
+        self._started = started
+        self._given = {key for key in states if MASTER in names[key]}
+        self._home.forget_edits(self._by_key.values())
         swapper.mend()
 
     # --- of one parameter ---------------------------------------------------------------------
@@ -168,24 +176,26 @@ class StatefulOptimizer(Optimizer):
         self, parameter: torch.Tensor, values: torch.Tensor, name: str = MASTER
     ) -> None:
         """Replace a parameter's exact fp32 value (and with it the parameter), or one of its
-        states."""
-        key = self._key_of(parameter)
+        states. If the drive fails meanwhile, all else is refused until the same call succeeds."""
+        key = self._key_of(parameter, may_be_torn=True)
         if name != MASTER and key not in self._started:
             raise SwapUsageError(f"a parameter that was never updated has no {name}")
         self._states.write({key: {name: Source.of(values)}})
-        self._home.forget_edits()
+        if name == MASTER:
+            self._given.add(key)
+            self._home.forget_edits([parameter])
 
     def _shape_of(self, key: str) -> tuple[int, ...]:
         return tuple(self._home.shape(self._by_key[key]))
 
-    def _key_of(self, parameter: torch.Tensor) -> str:
-        self._refuse_in_a_step()
+    def _key_of(self, parameter: torch.Tensor, *, may_be_torn: bool = False) -> str:
+        self._refuse_in_a_step(may_be_torn=may_be_torn)
         if parameter not in self._owned:
             raise SwapUsageError("that parameter is not one of this optimizer's")
         return self._home.key_of(parameter)
 
-    def _refuse_in_a_step(self) -> None:
-        """Raise if a step is unfinished, or the optimizer closed."""
+    def _refuse_in_a_step(self, *, may_be_torn: bool = False) -> None:
+        """Raise if a step is unfinished, a state half written, or the optimizer closed."""
         raise NotImplementedError
 
     def _forget_step(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,20 +19,30 @@ from nvmeswap.swap.optimizer import PipelinedOptimizerSwapper
 from nvmeswap.swap.shard import Submit
 from nvmeswap.swap.sub_group import MASTER, STATE_DTYPE, MasterForm, Segment, SubGroupLayout
 from nvmeswap.swap.traffic import SubGroup
+from nvmeswap.swap.update import take_over_edits
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A flat state to be loaded: `read(start, stop)` gives those elements, any dtype and device."""
+    """A state to be loaded: `read(start, stop)` gives those elements, flat, any dtype and
+    device."""
 
-    numel: int
+    shape: tuple[int, ...]
     read: Callable[[int, int], Tensor]
 
     @classmethod
     def of(cls, values: Tensor) -> Source:
         """From a tensor of any shape."""
         flat = values.detach().reshape(-1)
-        return cls(flat.numel(), lambda start, stop: flat[start:stop])
+        return cls(tuple(values.shape), lambda start, stop: flat[start:stop])
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def whole(self) -> Tensor:
+        """A copy of all of it."""
+        return self.read(0, self.numel).reshape(self.shape).clone()
 
 
 def halves_to_read(
@@ -131,23 +142,35 @@ class OptimizerStates:
         self._swapper.look_at([key], copy)
         return out
 
-    def stream(self, keys: Collection[str], take: Callable[[str, str, int, Tensor], None]) -> None:
-        """Give all that is to be saved to `take`(key, name, start, values), piece by piece, in the
-        order in which it is stored; `values` are valid in the call only."""
+    def stream(
+        self,
+        names: Mapping[str, Collection[str]],
+        take: Callable[[str, str, int, Tensor], None],
+    ) -> None:
+        """Give these states, by key, to `take`(key, name, start, values), piece by piece, in the
+        order in which they are stored; `values` are valid in the call only."""
 
         def give(group: SubGroup) -> None:
             for segment in group.layout.segments:
-                if segment.key in keys:
-                    for name in self.names(segment.key):
-                        values = self._values(group, segment, name)
-                        take(segment.key, name, segment.start, values)
+                for name in names.get(segment.key, ()):
+                    values = self._values(group, segment, name)
+                    take(segment.key, name, segment.start, values)
 
-        self._swapper.look_at(keys, give)
+        self._swapper.look_at(names, give)
 
-    def write(self, values: Mapping[str, Mapping[str, Source]]) -> None:
+    def write(
+        self,
+        values: Mapping[str, Mapping[str, Source]],
+        *,
+        forget_rest: bool = False,
+    ) -> None:
         """Replace states, and masters and with them the parameters, by key and name. Raises
-        SwapUsageError, SwapManifestError for what does not fit before anything has changed; what a
-        source raises, midway."""
+        SwapUsageError, SwapManifestError for what does not fit before anything has changed. What a
+        source or the drive raises comes midway: then all is refused until the same keys and names
+        have been written, or a whole state loaded.
+
+        With `forget_rest` the states of these keys that are not given become zeros, and, where
+        masters are given, too, nothing is read: what the drive has lost doesn't matter."""
         for key, sources in values.items():
             for name, source in sources.items():
                 self._check_name(key, name)
@@ -163,7 +186,18 @@ class OptimizerStates:
                         segment.state(group.memory, name).copy_(piece)
             return True
 
-        self._swapper.change([key for key, sources in values.items() if sources], replace)
+        renewed = {
+            key
+            for key, sources in values.items()
+            if forget_rest
+            and (MASTER in sources or self._item(key).master is MasterForm.IN_PLACE)
+        }
+        self._swapper.change(
+            {key for key, sources in values.items() if sources} | renewed,
+            replace,
+            f"{_listed(values)} was written in part",
+            lambda group: all(segment.key in renewed for segment in group.layout.segments),
+        )
 
     def sort_out(
         self, key: str, state: Mapping[str, Source | Any]
@@ -172,10 +206,11 @@ class OptimizerStates:
         parameter. Raises SwapManifestError for what does not fit."""
         item = self._item(key)
         known = (MASTER, *item.states)
-        dense = {name: state[name] for name in known if name in state}
+        dense: dict[str, Source] = {name: state[name] for name in known if name in state}
         for name, source in dense.items():
             self.check_numel(key, name, source)
-        missing = [name for name in item.states if state and name not in state]
+        is_stepped = bool(state.keys() - {MASTER})
+        missing = [name for name in item.states if is_stepped and name not in state]
         if missing:
             raise SwapManifestError(
                 f"{key}: the state to be loaded has no {missing[0]}",
@@ -188,7 +223,11 @@ class OptimizerStates:
             values = self._home.initial_values(self._by_key[key])
             if values is not None:
                 dense[MASTER] = Source.of(values)
-        return dense, {name: value for name, value in state.items() if name not in known}
+        return dense, {
+            name: value.whole() if isinstance(value, Source) else value
+            for name, value in state.items()
+            if name not in known
+        }
 
     def check_numel(self, key: str, name: str, source: Source) -> None:
         """Raise SwapManifestError if a state to be loaded has another size."""
@@ -215,11 +254,18 @@ class OptimizerStates:
     def _values(self, group: SubGroup, segment: Segment, name: str) -> Tensor:
         if name != MASTER:
             return segment.state(group.memory, name)
+        edited = self._home.edited_values(self._by_key[segment.key])
         if segment.item.master is MasterForm.WHOLE:
-            return segment.master(group.memory)
+            master = segment.master(group.memory)
+            if edited is not None:
+                master = master.clone()
+                take_over_edits(master, edited[segment.start : segment.stop])
+            return master
         here = self._place(group, segment)
         if segment.item.master is MasterForm.IN_PLACE:
             return here
+        if edited is not None:
+            return here.to(STATE_DTYPE)
         master = torch.empty(segment.numel, dtype=STATE_DTYPE)
         segment.rest(group.memory).join(0, here, master)
         return master
@@ -249,3 +295,9 @@ class OptimizerStates:
         output = segment.output(group.memory)
         assert output is not None
         return output
+
+
+def _listed(values: Mapping[str, Mapping[str, Source]]) -> str:
+    if len(values) > 1:
+        return "a state that was to be loaded"
+    return " and ".join(f"the {name} of {key}" for key in values for name in values[key])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +21,7 @@ from nvmeswap.swap.sizing import Sizing, open_space
 from nvmeswap.swap.space import SwapSpace
 from nvmeswap.swap.stateful import StatefulOptimizer
 from nvmeswap.swap.states import OptimizerStates, halves_to_read
+from nvmeswap.swap.step import Step
 from nvmeswap.swap.sub_group import STATE_DTYPE, StateItem, SubGroupLayout
 from nvmeswap.swap.traffic import SubGroup
 from nvmeswap.swap.update import Scratch, Turn, update_segment
@@ -30,30 +30,6 @@ from nvmeswap.timeline import Timeline
 
 _Optimizer = TypeVar("_Optimizer", bound="SwappedOptimizer")
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
-
-
-@dataclass(eq=False, slots=True)
-class Step:
-    """A step under way. It is made whole and then set in one assignment, so that whatever
-    interrupts a step, Ctrl-C included, the next call of `step` finds either none or one to go on
-    with.
-
-    `before`: the scalars (step count and the like) of each parameter that may be updated, None for
-    one that never was; `after`: those of the ones that have been. `edits`: values that others wrote
-    to it since the last step, or None. `options`: the group of each. `expected`: those whose
-    gradient is there, and must not be lost before it is used. `remaining`: the sub-groups not yet
-    updated. `turns`: of the sub-group that was updated last. `walked`: all are, but with several
-    ranks another one may not have got so far.
-    """
-
-    before: dict[str, Mapping[str, Any] | None]
-    edits: dict[str, torch.Tensor | None]
-    options: dict[str, dict[str, Any]]
-    expected: set[str]
-    remaining: list[int]
-    after: dict[str, dict[str, Any]] = field(default_factory=dict)
-    turns: dict[str, Turn] = field(default_factory=dict)
-    walked: bool = False
 
 
 class SwappedOptimizer(StatefulOptimizer):
@@ -116,8 +92,7 @@ class SwappedOptimizer(StatefulOptimizer):
         items = self.items()
         swap = swap or SwapBlock()
         numel = sizing.sub_group_numel(items, swap.host_memory_nbytes)
-        self._sub_group_numel = numel
-        layouts = PipelinedOptimizerSwapper.lay_out(items, numel)
+        layouts = self.lay_out(numel)
         self._space = open_space(sizing, layouts, swap, aio or AioConfig())
         self.attach(
             PipelinedOptimizerSwapper(
@@ -131,7 +106,7 @@ class SwappedOptimizer(StatefulOptimizer):
             )
         )
         if overlap is not None:
-            self._overlap = BackwardOverlap(self, overlap, self._trained())
+            self.overlap_backward(overlap)
 
     @classmethod
     def over(
@@ -164,7 +139,7 @@ class SwappedOptimizer(StatefulOptimizer):
         self._swapper = None
         self._overlap = None
         self._step = None
-        self._started = set()
+        self._started, self._given = set(), set()
         self._scratch = Scratch()
         self._scales: dict[str, torch.Tensor] = {}  # of gradients, in the next step
         super().__init__(params, dict(self._rule.defaults))
@@ -183,7 +158,8 @@ class SwappedOptimizer(StatefulOptimizer):
         ]
 
     def lay_out(self, sub_group_numel: int) -> list[SubGroupLayout]:
-        """The sub-groups of all of them."""
+        """The sub-groups of all of them; those of groups added later will be no larger."""
+        self._sub_group_numel = sub_group_numel
         return PipelinedOptimizerSwapper.lay_out(self.items(), sub_group_numel)
 
     def attach(self, swapper: PipelinedOptimizerSwapper) -> None:
@@ -193,6 +169,13 @@ class SwappedOptimizer(StatefulOptimizer):
         self._states = OptimizerStates(swapper, self._home, self._by_key)
         swapper.read_with(partial(halves_to_read, self._home, self._by_key))
         swapper.initialise(self._states.fill_in_masters)
+        self._home.forget_edits(self._by_key.values())
+
+    def overlap_backward(self, settings: OverlapSettings) -> None:
+        """From now on update during backward."""
+        self._overlap = BackwardOverlap(self, settings, self._trained())
+        # GradScaler then leaves the gradients alone and shows itself in step(), which refuses it.
+        self._step_supports_amp_scaling = True
 
     # --- torch.optim.Optimizer ----------------------------------------------------------------
 
@@ -208,15 +191,19 @@ class SwappedOptimizer(StatefulOptimizer):
                 fix="compute the loss and call backward() before step()",
             )
         swapper, overlap = self._attached(), self._overlap
+        if overlap is not None:
+            overlap.refuse_grad_scaler()
+        swapper.refuse_torn()
         error = None
         try:
-            walked = overlap is not None and overlap.finish()
+            if overlap is not None and overlap.finish():
+                assert self._step is not None
+                self._step.walked = not self._step.remaining
             if self._step is None:
                 self._begin_step(swapper)
-            elif not (self._step.walked or walked):
+            elif not self._step.walked:
                 self._refuse_lost_gradients(swapper, self._step)
             assert self._step is not None
-            self._step.walked |= walked
             if not self._step.walked:
                 swapper.walk(self._visit, self._step.remaining)
                 self._step.walked = True
@@ -229,14 +216,15 @@ class SwappedOptimizer(StatefulOptimizer):
         for key, scalars in self._step.after.items():
             self.state[self._by_key[key]] = scalars
         self._started |= self._step.after.keys()
-        self._step = None
-        self._scales.clear()
+        self._home.forget_edits(self._by_key[key] for key in self._step.after)
+        self._forget_step()
 
     def start_step(
         self, order: Callable[[list[SubGroup]], list[int]], ready: Ready
     ) -> Job[None]:
         """Begin a step, over all parameters, whose gradients are still to come: for the overlap."""
         swapper = self._attached()
+        swapper.refuse_torn()
         self._begin_step(swapper, order)
         assert self._step is not None
         return swapper.start_walk(self._visit, self._step.remaining, ready)
@@ -251,7 +239,7 @@ class SwappedOptimizer(StatefulOptimizer):
         keys = {
             key
             for key, parameter in self._by_key.items()
-            if order is not None or self._home.gradient(parameter) is not None
+            if order is not None or self._home.has_gradient(parameter)
         }
         expected = set(keys) if order is None else set()
         before: dict[str, Mapping[str, Any] | None] = {
@@ -265,8 +253,23 @@ class SwappedOptimizer(StatefulOptimizer):
             for group in self.param_groups
             for parameter in group["params"]
         }
+        self._check_options(swapper, before, options)
         remaining = swapper.order(keys) if order is None else order(swapper.groups_of(keys))
         self._step = Step(before, edits, options, expected, remaining)
+
+    def _check_options(
+        self,
+        swapper: PipelinedOptimizerSwapper,
+        before: Mapping[str, Mapping[str, Any] | None],
+        options: Mapping[str, dict[str, Any]],
+    ) -> None:
+        """Options that need other states than there are must not be found in mid-update."""
+        checked = set()
+        for key, scalars in before.items():
+            item, group, is_first = swapper.item(key), options[key], scalars is None
+            if item is not None and (id(group), item.states, is_first) not in checked:
+                self._rule.check(item.states, group, is_first=is_first)
+                checked.add((id(group), item.states, is_first))
 
     def _refuse_strangers(self) -> None:
         """A parameter that was frozen when the optimizer was built has no state here."""
@@ -281,7 +284,7 @@ class SwappedOptimizer(StatefulOptimizer):
 
     def _refuse_lost_gradients(self, swapper: PipelinedOptimizerSwapper, step: Step) -> None:
         for key in swapper.keys_of(step.remaining) & step.expected:
-            if self._home.gradient(self._by_key[key]) is None:
+            if not self._home.has_gradient(self._by_key[key]):
                 raise SwapUsageError(
                     "gradients were forgotten in the middle of a step that failed",
                     fix="go back to a checkpoint; next time call step() again first",
@@ -324,9 +327,13 @@ class SwappedOptimizer(StatefulOptimizer):
     def expect_gradient(self, key: str, scale: torch.Tensor | None) -> None:
         """A gradient of the step under way is final; it is to be multiplied by `scale`."""
         assert self._step is not None
+        self.scale_gradient(key, scale)
+        self._step.expected.add(key)
+
+    def scale_gradient(self, key: str, scale: torch.Tensor | None) -> None:
+        """In the step under way, or else the next one."""
         if scale is not None:
             self._scales[key] = scale
-        self._step.expected.add(key)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; gradients that are kept on the host are forgotten (or zeroed), too."""
@@ -337,7 +344,7 @@ class SwappedOptimizer(StatefulOptimizer):
             )
         super().zero_grad(set_to_none)
         self._home.zero_gradients(set_to_none=set_to_none)
-        self._scales.clear()
+        self._forget_step()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, at any time between steps. Raises SwapBudgetError where the memory taken at
@@ -350,15 +357,15 @@ class SwappedOptimizer(StatefulOptimizer):
         first_group = len(self.param_groups)
         super().add_param_group(param_group)
         try:
-            added = swapper.add(self.items(first_group), self._sub_group_numel)
+            swapper.add(self.items(first_group), self._sub_group_numel)
         except BaseException:
             del self.param_groups[first_group:]
             raise
+        # Their masters are filled in by their first step: until then they count as edited.
         trained = [p for p in self.param_groups[-1]["params"] if p.requires_grad]
         self._own(trained)
         if self._overlap is not None:
             self._overlap.watch(trained)
-        swapper.initialise(self._states.fill_in_masters, added)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -377,12 +384,14 @@ class SwappedOptimizer(StatefulOptimizer):
 
     # --- beyond torch -------------------------------------------------------------------------
 
-    def _refuse_in_a_step(self) -> None:
-        self._attached()
+    def _refuse_in_a_step(self, *, may_be_torn: bool = False) -> None:
+        swapper = self._attached()
         if self._step is not None:
             raise SwapUsageError(
                 "a step is unfinished: its state is of two steps", fix="call step() again first"
             )
+        if not may_be_torn:
+            swapper.refuse_torn()
 
     def _forget_step(self) -> None:
         if self._overlap is not None:
@@ -422,6 +431,7 @@ class SwappedOptimizer(StatefulOptimizer):
             self._overlap.close()
         if swapper is not None:
             swapper.close()
+        self._step = None
         space, self._space = self._space, None
         if space is not None:
             space.close()

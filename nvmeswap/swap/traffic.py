@@ -7,6 +7,7 @@ the parameters is.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -55,6 +56,12 @@ class SubGroup(Resident):
         )
         return not in_place and not self.in_ram
 
+    def leave_ram(self) -> None:
+        """From now on it is swapped; what is in its slot is written on the next occasion."""
+        self.in_ram = False
+        if self.state is ShardState.CLEAN:
+            self.move(ShardState.DIRTY)
+
 
 class SubGroupTraffic:
     """Moves sub-groups. `remaining` is the order in which they will be needed, by index, and
@@ -100,6 +107,22 @@ class SubGroupTraffic:
             group.finish_reading()
             self._note("read", group)
         assert group.state is ShardState.CLEAN, group.state
+
+    def bring_in_blank(self, group: SubGroup) -> None:
+        """To CLEAN and all zeros, whatever it was and whether or not that could be read."""
+        group.owed.clear()
+        with contextlib.suppress(SwapIOError):
+            if group.state is ShardState.READING:
+                group.finish_reading()
+            if group.state is ShardState.WRITING:
+                self.finish_writing(group)
+        if group.state is ShardState.DIRTY:
+            group.move(ShardState.CLEAN)
+        group.stored_nbytes = 0
+        if group.state is ShardState.ON_NVME:
+            self._start_reading(group, group.slot or self._slot_for(group), Lane.DEMAND)
+        else:
+            group.memory[: group.layout.slot_nbytes].zero_()
 
     def read_ahead(self) -> None:
         """Start reading the sub-groups that come next, while slots can be had without waiting."""

@@ -116,7 +116,7 @@ def _masters(
     else:
         whole = segment.master(memory)
         if turn.edited is not None:
-            _take_over_edits(whole, turn.edited[segment.start : segment.stop])
+            take_over_edits(whole, turn.edited[segment.start : segment.stop])
     for begin in range(0, segment.numel, PIECE_NUMEL):
         piece = slice(begin, begin + PIECE_NUMEL)
         master = whole[piece]
@@ -148,7 +148,7 @@ def _joined(
     halves[:0].zero_()  # what was written by address: autograd's saved tensors must see it
 
 
-def _take_over_edits(master: torch.Tensor, values: torch.Tensor) -> None:
+def take_over_edits(master: torch.Tensor, values: torch.Tensor) -> None:
     """Where the parameter is not its master rounded, somebody wrote to it: that is its value."""
     changed = values != master.to(values.dtype)
     master[changed] = values[changed].to(master.dtype)

@@ -39,8 +39,8 @@ class Job(Generic[_T]):
             self._stream = torch.cuda.Stream() if is_behind else torch.cuda.current_stream()
 
     def run(self) -> None:
-        """On the worker's thread, with the caller's GPU stream as the current one, or one of its own
-        if it is behind; once only."""
+        """On the worker's thread, on the caller's GPU stream, or on one of its own if it is behind;
+        once only."""
         if self._call is None:
             return
         stream = contextlib.nullcontext() if self._stream is None else (

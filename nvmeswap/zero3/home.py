@@ -76,6 +76,9 @@ class ShardedHome:
             form = MasterForm.IN_PLACE
         return StateItem(entry.key, entry.numel, form, tuple(states), state_dtype, output)
 
+    def has_gradient(self, parameter: torch.Tensor) -> bool:
+        return self._entry(parameter).key in self.gradients
+
     def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         return self.gradients.get(self._entry(parameter).key)
 
@@ -95,8 +98,9 @@ class ShardedHome:
         entry = self._entry(parameter)
         if entry.swapped or entry.local is None:
             return None  # writing a swapped parameter reaches its master
-        known = self._versions.setdefault(entry.key, entry.local._version)
-        return None if entry.local._version == known else entry.local.view(-1).to("cpu")
+        if self._versions.get(entry.key) == entry.local._version:
+            return None
+        return entry.local.view(-1).to("cpu")
 
     def initial_values(self, parameter: torch.Tensor) -> torch.Tensor | None:
         entry = self._entry(parameter)
@@ -153,11 +157,10 @@ class ShardedHome:
         self._agreement.raise_if_any_rank_failed(fix="call step() again on all ranks")
         if self.params is not None:
             self.params.end_step()
-        self.forget_edits()
         self.drop_gathered()
 
-    def forget_edits(self) -> None:
-        for entry in self._entries.values():
+    def forget_edits(self, parameters: Iterable[torch.Tensor]) -> None:
+        for entry in map(self._entry, parameters):
             if entry.local is not None:
                 self._versions[entry.key] = entry.local._version
 

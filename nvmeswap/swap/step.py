@@ -1,0 +1,35 @@
+"""What is remembered between the beginning of an optimizer's step and its end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from nvmeswap.swap.update import Turn
+
+
+@dataclass(eq=False, slots=True)
+class Step:
+    """A step under way. It is made whole and then set in one assignment, so that whatever
+    interrupts a step, Ctrl-C included, the next call of `step` finds either none or one to go on
+    with.
+
+    `before`: the scalars (step count and the like) of each parameter that may be updated, None for
+    one that never was; `after`: those of the ones that have been. `edits`: values that others wrote
+    to it since the last step, or None. `options`: the group of each. `expected`: those whose
+    gradient is there, and must not be lost before it is used. `remaining`: the sub-groups not yet
+    updated. `turns`: of the sub-group that was updated last. `walked`: all are, but with several
+    ranks another one may not have got so far.
+    """
+
+    before: dict[str, Mapping[str, Any] | None]
+    edits: dict[str, torch.Tensor | None]
+    options: dict[str, dict[str, Any]]
+    expected: set[str]
+    remaining: list[int]
+    after: dict[str, dict[str, Any]] = field(default_factory=dict)
+    turns: dict[str, Turn] = field(default_factory=dict)
+    walked: bool = False
