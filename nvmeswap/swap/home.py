@@ -18,7 +18,8 @@ from nvmeswap.swap.sub_group import STATE_DTYPE, MasterForm, StateItem
 
 
 class ParameterHome(Protocol):
-    """What an optimizer needs of its parameters, by key. All tensors are flat and on the host."""
+    """What an optimizer needs of its parameters. Tensors are flat, and on the host unless it says
+    otherwise."""
 
     def key_of(self, parameter: torch.Tensor) -> str:
         """The stable name under which the parameter's state is stored."""
@@ -32,7 +33,7 @@ class ParameterHome(Protocol):
         """Whether it has one now."""
 
     def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Its gradient now, any floating dtype, or None."""
+        """Its gradient now, flat, any floating dtype, on the host or a GPU, or None."""
 
     def in_place(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """The parameter's own memory if new values are to be made right there, else None."""
@@ -113,7 +114,7 @@ class ResidentHome:
             raise SwapUsageError(
                 "sparse gradients are not served", fix="build the embedding with sparse=False"
             )
-        return gradient.detach().reshape(-1).to("cpu")
+        return gradient.detach().reshape(-1)
 
     def in_place(self, parameter: torch.Tensor) -> torch.Tensor | None:
         if parameter.device.type == "cpu" and parameter.dtype in (STATE_DTYPE, torch.bfloat16):

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from nvmeswap.swap.update import Turn
-
 
 @dataclass(eq=False, slots=True)
 class Step:
@@ -21,8 +19,7 @@ class Step:
     one that never was; `after`: those of the ones that have been. `edits`: values that others wrote
     to it since the last step, or None. `options`: the group of each. `expected`: those whose
     gradient is there, and must not be lost before it is used. `remaining`: the sub-groups not yet
-    updated. `turns`: of the sub-group that was updated last. `walked`: all are, but with several
-    ranks another one may not have got so far.
+    updated. `walked`: all are, but with several ranks another one may not have got so far.
     """
 
     before: dict[str, Mapping[str, Any] | None]
@@ -31,5 +28,4 @@ class Step:
     expected: set[str]
     remaining: list[int]
     after: dict[str, dict[str, Any]] = field(default_factory=dict)
-    turns: dict[str, Turn] = field(default_factory=dict)
     walked: bool = False

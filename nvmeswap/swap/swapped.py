@@ -295,19 +295,17 @@ class SwappedOptimizer(StatefulOptimizer):
         step = self._step
         assert step is not None
         changed, breathe = False, self._attached().breathe
-        turns: dict[str, Turn] = {}
         for segment in sub_group.layout.segments:
             turn = self._turn(step, segment.key)
             if turn is None:
                 continue
-            changed, turns[segment.key] = True, turn
+            changed = True
             in_place = self._home.in_place(self._by_key[segment.key])
             step.after[segment.key] = update_segment(
                 self._rule, segment, sub_group.memory, in_place, turn, self._scratch, breathe
             )
             if in_place is None:
                 self._states.publish_with(sub_group, segment)
-        step.turns = turns  # the next sub-group may go on with one of these parameters
         if self._overlap is not None:
             self._overlap.used(sub_group)
         return changed
@@ -315,8 +313,6 @@ class SwappedOptimizer(StatefulOptimizer):
     def _turn(self, step: Step, key: str) -> Turn | None:
         if key not in step.before:
             return None
-        if key in step.turns:  # a gradient from a GPU is copied once
-            return step.turns[key]
         gradient = self._home.gradient(self._by_key[key])
         if gradient is None:
             return None

@@ -28,7 +28,7 @@ _Piece = tuple[int, torch.Tensor, Callable[[], object]]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One parameter's turn in a step. `gradient` is flat, in host memory, of any floating dtype,
+    """One parameter's turn in a step. `gradient` is flat, of any floating dtype and device,
     and is multiplied by `scale` first, if there is one. `scalars`: its step count and the like from
     before the step, None if it was never updated. `options`: those of its group. `edited`: its
     values, flat, if somebody else wrote to it since the last step."""
@@ -47,14 +47,15 @@ class Scratch:
         self._pieces: dict[str, torch.Tensor] = {}
 
     def piece(self, name: str, numel: int) -> torch.Tensor:
-        """fp32, flat [numel], contents undefined."""
+        """fp32, flat [numel], in host memory (page-locked beside a GPU), contents undefined."""
         if name not in self._pieces:
-            self._pieces[name] = torch.empty(PIECE_NUMEL, dtype=STATE_DTYPE)
+            on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+            self._pieces[name] = torch.empty(PIECE_NUMEL, dtype=STATE_DTYPE, pin_memory=on_gpu)
         return self._pieces[name][:numel]
 
     def upcast(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        """`values` in fp32: themselves, or a copy."""
-        if values.dtype is STATE_DTYPE:
+        """`values` in fp32 on the host: themselves, or a copy."""
+        if values.dtype is STATE_DTYPE and not values.is_cuda:
             return values
         return self.piece(name, values.numel()).copy_(values)
 
@@ -81,7 +82,7 @@ def update_segment(
         piece = slice(begin, begin + master.numel())
         scaled = gradient[piece]
         if turn.scale is not None:
-            scaled = scaled * turn.scale.to(scaled.dtype)
+            scaled = scaled * turn.scale.to(scaled.device, scaled.dtype)
         exact = {name: scratch.upcast(name, state[piece]) for name, state in states.items()}
         scalars = rule.update(
             master, scratch.upcast("gradient", scaled), exact, turn.scalars, turn.options
