@@ -293,7 +293,7 @@ class PipelinedOptimizerSwapper:
 
         def fill() -> None:
             for group in self._groups:
-                self._traffic.make(group)
+                self._traffic.bring_in_blank(group)
                 if self._visit(group, visit):
                     self._traffic.write_back(group, group.layout.masters_nbytes)
             self._traffic.flush()

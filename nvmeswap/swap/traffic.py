@@ -85,13 +85,6 @@ class SubGroupTraffic:
 
     # --- in -----------------------------------------------------------------------------------
 
-    def make(self, group: SubGroup) -> None:
-        """To CLEAN, all zeros: one that is new."""
-        assert group.state is ShardState.ON_NVME and group.stored_nbytes == 0
-        group.slot = self._slot_for(group)
-        group.memory[: group.layout.slot_nbytes].zero_()
-        group.move(ShardState.CLEAN)
-
     def bring_in(self, group: SubGroup) -> None:
         """To CLEAN, whatever it takes; an extent that was never stored is all zeros. One left DIRTY
         by a failed write is written first."""
@@ -111,6 +104,7 @@ class SubGroupTraffic:
     def bring_in_blank(self, group: SubGroup) -> None:
         """To CLEAN and all zeros, whatever it was and whether or not that could be read."""
         group.owed.clear()
+        self._late_error = None
         with contextlib.suppress(SwapIOError):
             if group.state is ShardState.READING:
                 group.finish_reading()
@@ -120,9 +114,10 @@ class SubGroupTraffic:
             group.move(ShardState.CLEAN)
         group.stored_nbytes = 0
         if group.state is ShardState.ON_NVME:
-            self._start_reading(group, group.slot or self._slot_for(group), Lane.DEMAND)
-        else:
-            group.memory[: group.layout.slot_nbytes].zero_()
+            self._settle(group)
+            group.slot = group.slot or self._slot_for(group)
+            group.move(ShardState.CLEAN)
+        group.memory[: group.layout.slot_nbytes].zero_()
 
     def read_ahead(self) -> None:
         """Start reading the sub-groups that come next, while slots can be had without waiting."""
