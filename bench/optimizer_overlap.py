@@ -43,13 +43,15 @@ class Block(nn.Module):
 class Trial:
     """A model and its optimizer."""
 
-    def __init__(self, blocks: int, device: str, folder: Path, overlap: bool) -> None:
+    def __init__(
+        self, blocks: int, device: str, folder: Path, buffer_count: int, *, overlap: bool
+    ) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(*[Block(device) for _ in range(blocks)])
         self.device = device
         self.optimizer = SwappedOptimizer(
             torch.optim.AdamW, self.model.parameters(), lr=1e-4, nvme_path=folder,
-            overlap=OverlapSettings() if overlap else None,
+            buffer_count=buffer_count, overlap=OverlapSettings() if overlap else None,
         )
 
     def loss(self, batch: int) -> torch.Tensor:
@@ -109,13 +111,15 @@ def main() -> int:
     arguments = parser(__doc__ or "")
     arguments.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     arguments.add_argument("--parameters", type=float, default=268e6)
+    arguments.add_argument("--buffer-count", type=int, default=8,
+                           help="sub-groups in memory; all gradients of a block come at once")
     options = arguments.parse_args()
     blocks = block_count(8 * BLOCK_PARAMETERS // 4 if options.quick else options.parameters)
     report = Report(3 if options.quick else 5)
     runs: list[dict[str, float]] = []
     with own_folder(options.path) as folder:
-        alone = Trial(blocks, options.device, folder, overlap=False)
-        together = Trial(blocks, options.device, folder, overlap=True)
+        made = (blocks, options.device, folder, options.buffer_count)
+        alone, together = Trial(*made, overlap=False), Trial(*made, overlap=True)
         batch = like_sized_batch(alone)
         together.together_s(batch)
         for _ in range(report.round_count):

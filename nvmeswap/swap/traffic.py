@@ -95,7 +95,7 @@ class SubGroupTraffic:
             self.finish_writing(group)
         if group.state is ShardState.ON_NVME:
             slot = group.slot or self._slot_for(group)
-            self._start_reading(group, slot, Lane.DEMAND)
+            self._start_reading(group, slot)
         if group.state is ShardState.READING:
             group.finish_reading()
             self._note("read", group)
@@ -128,7 +128,7 @@ class SubGroupTraffic:
             slot = group.slot or self._free_slot(group)
             if slot is None:
                 return
-            self._start_reading(group, slot, Lane.PREFETCH)
+            self._start_reading(group, slot)
 
     def breathe(self) -> None:
         """Called often while the processor computes: where a write has ended, its slot goes to the
@@ -144,8 +144,9 @@ class SubGroupTraffic:
         if error is not None:
             raise error
 
-    def _start_reading(self, group: SubGroup, slot: Slot, lane: Lane) -> None:
-        store, nbytes = self._store, group.stored_nbytes
+    def _start_reading(self, group: SubGroup, slot: Slot) -> None:
+        # Also one that is waited for: a demand would hold back the writes that free the next slot.
+        store, nbytes, lane = self._store, group.stored_nbytes, Lane.PREFETCH
         reads = self.read_outputs(group.layout, slot.memory, lane)
         if nbytes == 0:
             slot.memory[: group.layout.slot_nbytes].zero_()
