@@ -154,7 +154,8 @@ class OffloadOptimizerConfig(Block):
         gt=0,
         le=1,
         description=(
-            "Share of the cores that the update may use. Left out: as many as torch uses elsewhere."
+            "Share of the cores that the update uses. Left out: one core, because pieces that fit a "
+            "cache gain nothing from more."
         ),
     )
 

@@ -71,7 +71,7 @@ class PipelinedOptimizerSwapper:
         timeout_s: float,
         buffer_count: int = DEFAULT_BUFFER_COUNT,
         ratio: float = 1.0,
-        thread_count: int | None = None,
+        thread_count: int = 1,
     ) -> None:
         assert pool is not None or not layouts
         self._store = store

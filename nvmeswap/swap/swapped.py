@@ -54,7 +54,8 @@ class SwappedOptimizer(StatefulOptimizer):
     from the budget); `buffer_count`, how many of those the pipeline has in memory (3 overlap
     reading, updating and writing); `ratio`, the share of sub-groups that is swapped, the rest stays
     in memory, as does what `swap.host_memory_nbytes` leaves room for; `state_dtype`, bfloat16
-    halves the states and is NOT exact; `update_thread_count`, of torch's threads for the update;
+    halves the states and is NOT exact; `update_thread_count`, of torch's threads for the update
+    (pieces that fit a cache gain nothing from more);
     `overlap`, updates during backward; `pin_memory`, page-lock the memory; `swap` and `aio`, as in
     the JSON.
     Raises: SwapPathError, SwapBudgetError, SwapSpaceError on construction, SwapUsageError for an
@@ -80,7 +81,7 @@ class SwappedOptimizer(StatefulOptimizer):
         buffer_count: int = DEFAULT_BUFFER_COUNT,
         ratio: float = 1.0,
         state_dtype: torch.dtype = STATE_DTYPE,
-        update_thread_count: int | None = None,
+        update_thread_count: int = 1,
         overlap: OverlapSettings | None = None,
         pin_memory: bool = True,
         swap: SwapBlock | None = None,

@@ -78,12 +78,12 @@ class Job(Generic[_T]):
 class Worker:
     """One thread. `call` runs something on it and waits; `start` does not wait.
 
-    `thread_count`: of torch's own threads for the update, None: as many as elsewhere.
+    `thread_count`: of torch's threads for what runs there.
     Raises SwapForkError in a forked child, where the thread does not exist.
     Threads: `call` and `start` from any, one at a time.
     """
 
-    def __init__(self, thread_count: int | None = None) -> None:
+    def __init__(self, thread_count: int) -> None:
         self._jobs: queue.SimpleQueue[Job[object] | None] = queue.SimpleQueue()
         self._process = os.getpid()
         self._started: Job[object] | None = None
@@ -93,8 +93,8 @@ class Worker:
         )
         self._thread.start()
         ready.wait()
-        if thread_count is not None:  # the thread's own limit was also made that of new threads
-            torch.set_num_threads(torch.get_num_threads())
+        # The thread's own limit was also made that of new threads: take that back.
+        torch.set_num_threads(torch.get_num_threads())
         self.close = weakref.finalize(self, self._jobs.put, None)
 
     def start(self, call: Callable[[Job[_T]], _T], *, is_behind: bool) -> Job[_T]:
@@ -131,11 +131,10 @@ class Worker:
 
 
 def _run(
-    jobs: queue.SimpleQueue[Job[object] | None], thread_count: int | None, ready: threading.Event
+    jobs: queue.SimpleQueue[Job[object] | None], thread_count: int, ready: threading.Event
 ) -> None:
     torch.set_grad_enabled(False)
-    if thread_count is not None:
-        torch.set_num_threads(thread_count)
+    torch.set_num_threads(thread_count)
     ready.set()
     while (job := jobs.get()) is not None:
         job.run()

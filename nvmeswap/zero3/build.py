@@ -85,9 +85,9 @@ def swap_shards(
     return optimizer
 
 
-def _thread_count(share: float | None) -> int | None:
+def _thread_count(share: float | None) -> int:
     """Threads of the update, for a share of this process's cores."""
-    return None if share is None else max(1, int(share * len(os.sched_getaffinity(0))))
+    return 1 if share is None else max(1, int(share * len(os.sched_getaffinity(0))))
 
 
 def _write_parameters(
