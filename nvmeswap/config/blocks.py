@@ -154,8 +154,8 @@ class OffloadOptimizerConfig(Block):
         gt=0,
         le=1,
         description=(
-            "Share of the cores that the update uses. Left out: one core, because pieces that fit a "
-            "cache gain nothing from more."
+            "Share of the cores that the update uses. Left out: one core, because pieces that fit "
+            "a cache gain nothing from more."
         ),
     )
 

@@ -30,7 +30,7 @@ class ParameterHome(Protocol):
         """How its optimizer state is to be laid out; `states` are the update's own."""
 
     def has_gradient(self, parameter: torch.Tensor) -> bool:
-        """Whether it has one now."""
+        """Whether it has one now; raises SwapUsageError for one that can't be used."""
 
     def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Its gradient now, flat, any floating dtype, on the host or a GPU, or None."""
@@ -104,16 +104,16 @@ class ResidentHome:
         return StateItem(key, numel, form, tuple(states), state_dtype, output)
 
     def has_gradient(self, parameter: torch.Tensor) -> bool:
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            raise SwapUsageError(
+                "sparse gradients are not served", fix="build the embedding with sparse=False"
+            )
         return parameter.grad is not None
 
     def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         gradient = parameter.grad
         if gradient is None:
             return None
-        if gradient.is_sparse:
-            raise SwapUsageError(
-                "sparse gradients are not served", fix="build the embedding with sparse=False"
-            )
         return gradient.detach().reshape(-1)
 
     def in_place(self, parameter: torch.Tensor) -> torch.Tensor | None:

@@ -48,7 +48,7 @@ class PipelinedOptimizerSwapper:
 
         swapper = PipelinedOptimizerSwapper(layouts, store=store, pool=pool, timeout_s=60)
         swapper.initialise(visit)        # fills in the masters
-        remaining = swapper.order(lambda sub_group: True)
+        remaining = swapper.order(keys)
         swapper.walk(visit, remaining)   # visit updates segment.state(sub_group.memory, name) ...
 
     Of the pool's slots `buffer_count` serve the pipeline; what is more keeps sub-groups in memory
@@ -223,7 +223,8 @@ class PipelinedOptimizerSwapper:
         while remaining and not job.stop_asked:
             group = self._groups[remaining[0]]
             waited = time.perf_counter()
-            self._hit_count += group.state in (ShardState.CLEAN, ShardState.WRITING)
+            in_memory = group.state in (ShardState.CLEAN, ShardState.WRITING)
+            self._hit_count += in_memory and (group.in_ram or group.stored_nbytes > 0)
             traffic.bring_in(group)
             traffic.read_ahead()
             computing = time.perf_counter()
@@ -304,12 +305,14 @@ class PipelinedOptimizerSwapper:
         """Call `look` for each sub-group that has to do with any of these shards, in memory."""
         self.refuse_torn()
 
-        def go() -> None:
+        def go(job: Job[None]) -> None:
             for group in self.groups_of(keys):
+                if job.stop_asked:
+                    return
                 self._traffic.bring_in(group)
                 look(group)
 
-        self._worker.call(go)
+        self._worker.start(go, is_behind=False).wait()
 
     def change(
         self,
@@ -321,8 +324,10 @@ class PipelinedOptimizerSwapper:
         """As `walk`, outside a step and in order; sub-groups that are renewed come as zeros. If it
         raises, all is torn until the same (by `what`) is done again, or `mend`."""
 
-        def go() -> None:
+        def go(job: Job[None]) -> None:
             for group in self.groups_of(keys):
+                if job.stop_asked:
+                    return
                 if is_renewed(group):
                     self._traffic.bring_in_blank(group)
                 else:
@@ -333,17 +338,23 @@ class PipelinedOptimizerSwapper:
 
         torn = None if self._torn == what else self._torn
         self._torn = what
-        self._worker.call(go)
+        self._worker.start(go, is_behind=False).wait()
         self._torn = torn
 
     def tear(self, why: str) -> None:
         """The states are of no use as they are, until `mend`."""
         self._torn = why
 
+    @property
+    def is_torn(self) -> bool:
+        """True if the states are of no use."""
+        return self._torn is not None
+
     def refuse_torn(self) -> None:
         """Raise SwapUsageError if the states are of no use."""
         if self._torn is not None:
-            raise SwapUsageError(self._torn, fix="load the last checkpoint, parameters included")
+            raise SwapUsageError(self._torn, fix="load the last checkpoint, parameters "
+                                 "included, or repeat the write that failed")
 
     def mend(self) -> None:
         """All states have been replaced: what was half updated is so no more."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from nvmeswap.errors import SwapConfigError, SwapUsageError
 from nvmeswap.swap.traffic import SubGroup
@@ -30,7 +31,9 @@ class OverlapSettings:
 
     `gradient_accumulation_steps`: backward passes that make one step; gradients are final in the
     last of them. `clip_norm`: each parameter's gradient is clipped to this norm on its own, because
-    the norm over all of them is known only when it is too late.
+    the norm over all of them is known only when it is too late. Learning rates and other options
+    are those of the moment when the first gradient is final. For one process: with several ranks
+    gradients would be used before they are reduced.
     """
 
     gradient_accumulation_steps: int = 1
@@ -60,12 +63,18 @@ class BackwardOverlap:
         settings: OverlapSettings,
         parameters: Iterable[torch.Tensor],
     ) -> None:
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise SwapUsageError(
+                "with several ranks a gradient is reduced after its hook, too late for its update",
+                fix="leave out `overlap`",
+            )
         self._optimizer = optimizer
         self._settings = settings
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._changed = threading.Condition()  # of what follows
         self._final: dict[str, int] = {}  # key -> its place in the order of arrival
         self._queued: dict[str, torch.cuda.Event] = {}  # after the last use in backward, on a GPU
+        self._all_queued: torch.cuda.Event | None = None  # after all of backward
         self._unused: Counter[str] = Counter()  # key -> how many sub-groups still need its gradient
         self._all_final = False
         self._pass_count = 0
@@ -73,11 +82,6 @@ class BackwardOverlap:
         self._job: Job[None] | None = None
         self._last_order: dict[str, int] = {}
         self.watch(parameters)
-
-    @property
-    def is_over(self) -> bool:
-        """False while a step is being made behind backward."""
-        return self._job is None
 
     def watch(self, parameters: Iterable[torch.Tensor]) -> None:
         """Wait for the gradients of these, too."""
@@ -106,12 +110,17 @@ class BackwardOverlap:
                 for key, parameter in self._optimizer.parameters():
                     if key not in self._final:
                         self._optimizer.scale_gradient(key, self._scale(parameter))
+            if torch.cuda.is_available() and torch.cuda.is_initialized():
+                self._all_queued = torch.cuda.Event()
+                self._all_queued.record()
             self._all_final = True
             self._changed.notify_all()
-        job, self._job = self._job, None
-        if job is None:
+        if self._job is None:
             return False
-        job.wait()
+        try:
+            self._job.wait()
+        finally:
+            self._job = None
         return True
 
     def abandon(self) -> None:
@@ -122,6 +131,7 @@ class BackwardOverlap:
         with self._changed:
             self._last_order = self._final or self._last_order
             self._final, self._unused, self._queued = {}, Counter(), {}
+            self._all_queued = None
             self._all_final = False
             self._pass_count, self._pass = 0, None
 
@@ -140,6 +150,7 @@ class BackwardOverlap:
             self._pass_count += 1
         if self._pass_count < self._settings.gradient_accumulation_steps:
             return
+        self._optimizer.check_gradient(parameter)
         key = self._optimizer.key_of(parameter)
         if key in self._final or self._pass_count > self._settings.gradient_accumulation_steps:
             what = f"a gradient of shape {tuple(parameter.shape)} came after its update had begun"
@@ -192,6 +203,7 @@ class BackwardOverlap:
         with self._changed:
             while not (self._all_final or keys <= self._final.keys() or stopped()):
                 self._changed.wait(_POLL_S)
-            queued = [self._queued[key] for key in keys if key in self._queued]
+            queued = [self._queued.get(key, self._all_queued) for key in keys]
         for event in queued:
-            torch.cuda.current_stream().wait_event(event)
+            if event is not None:
+                torch.cuda.current_stream().wait_event(event)

@@ -69,9 +69,22 @@ class SavedStates:
 
     def __init__(self, path: Path) -> None:
         self._file = StateFileReader(path)
-        metadata = self._file.metadata
-        if metadata.get("format") != _FORMAT:
+        try:
+            self._parse(path, self._file.metadata)
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
             self._file.close()
+            raise SwapManifestError(
+                "the optimizer state is damaged",
+                path=path,
+                field="metadata",
+                fix="give the file that optimizer.save wrote",
+            ) from error
+        except SwapManifestError:
+            self._file.close()
+            raise
+
+    def _parse(self, path: Path, metadata: Mapping[str, str]) -> None:
+        if metadata.get("format") != _FORMAT:
             raise SwapManifestError(
                 "this is no optimizer state of ours",
                 path=path,

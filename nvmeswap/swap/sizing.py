@@ -32,6 +32,7 @@ class Sizing:
     buffer_count: int
     ratio: float
     pin_memory: bool
+    update_thread_count: int
 
     def __post_init__(self) -> None:
         size = self.sub_group_size
@@ -39,12 +40,13 @@ class Sizing:
             ("buffer_count", self.buffer_count, self.buffer_count >= 1),
             ("sub_group_size", size, size is None or size >= 1),
             ("ratio", self.ratio, 0 <= self.ratio <= 1),
+            ("update_thread_count", self.update_thread_count, self.update_thread_count >= 1),
         ):
             if not right:
                 raise SwapConfigError(
                     f"{name} is {value}",
                     key=name,
-                    fix="buffer_count and sub_group_size are at least 1, ratio is from 0 to 1",
+                    fix="counts and sizes are at least 1, ratio is from 0 to 1",
                 )
 
     def sub_group_numel(self, items: Sequence[StateItem], budget_nbytes: int | None) -> int:
@@ -73,8 +75,6 @@ def pool_request(
     for all. Without them, one for a group that may come later."""
     count = max(1, len(layouts))
     kept = kept_count(layouts, ratio)
-    if layouts and kept == len(layouts):
-        return PoolRequest(PipelinedOptimizerSwapper.slot_classes(layouts, None), shrinks=False)
     usual = min(count, kept + buffer_count)
     classes = PipelinedOptimizerSwapper.slot_classes(
         layouts, count if budget_nbytes is not None else usual

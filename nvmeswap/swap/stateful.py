@@ -53,6 +53,17 @@ class StatefulOptimizer(Optimizer):
         """Those that are updated, by key."""
         return self._by_key.items()
 
+    def _refuse_strangers(self) -> None:
+        """A parameter that was frozen when the optimizer was built has no state here."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter not in self._owned and parameter.grad is not None:
+                    raise SwapUsageError(
+                        f"a parameter of shape {tuple(parameter.shape)} was frozen when this "
+                        "optimizer was built, and has a gradient now",
+                        fix="set requires_grad first, then build the optimizer",
+                    )
+
     # --- all of it ----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -61,13 +72,21 @@ class StatefulOptimizer(Optimizer):
         self._refuse_in_a_step()
         packed = super().state_dict()  # the scalars
         state = {index: dict(scalars) for index, scalars in packed["state"].items()}
+        places: dict[str, dict[str, torch.Tensor]] = {}
         for index, parameter in self._numbered():
             key = self._home.key_of(parameter)
             names = self._saved_names(key)
             if names or key in self._started:
-                states = state.setdefault(index, {})
-                for name in names:
-                    states[name] = self._states.read(key, name).view(self._shape_of(key))
+                places[key] = {
+                    name: torch.empty(self._shape_of(key), dtype=self._states.dtype(key, name))
+                    for name in names
+                }
+                state.setdefault(index, {}).update(places[key])
+
+        def take(key: str, name: str, start: int, values: torch.Tensor) -> None:
+            places[key][name].view(-1)[start : start + values.numel()].copy_(values)
+
+        self._states.stream({key: list(names) for key, names in places.items()}, take)
         return {**packed, "state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

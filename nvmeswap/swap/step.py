@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,3 +29,19 @@ class Step:
     remaining: list[int]
     after: dict[str, dict[str, Any]] = field(default_factory=dict)
     walked: bool = False
+
+
+def options_now(
+    groups: Iterable[Mapping[str, Any]], key_of: Callable[[torch.Tensor], str]
+) -> dict[str, dict[str, Any]]:
+    """The options of each parameter's group, copied: load_state_dict replaces groups, users and
+    schedulers change them, and all of a step goes by the same."""
+    options = {}
+    for group in groups:
+        copied = {
+            name: value.clone() if isinstance(value, torch.Tensor) else value
+            for name, value in group.items()
+            if name not in ("params", "param_names")
+        }
+        options.update({key_of(parameter): copied for parameter in group["params"]})
+    return options

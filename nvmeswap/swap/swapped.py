@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from nvmeswap.config import AioConfig, SwapBlock
-from nvmeswap.errors import SwapError, SwapUsageError
+from nvmeswap.errors import SwapConfigError, SwapError, SwapUsageError
 from nvmeswap.stats import OptimizerStats
 from nvmeswap.swap.elementwise import ElementwiseOptimizer
 from nvmeswap.swap.home import ParameterHome, ResidentHome
@@ -21,7 +21,7 @@ from nvmeswap.swap.sizing import Sizing, open_space
 from nvmeswap.swap.space import SwapSpace
 from nvmeswap.swap.stateful import StatefulOptimizer
 from nvmeswap.swap.states import OptimizerStates, halves_to_read
-from nvmeswap.swap.step import Step
+from nvmeswap.swap.step import Step, options_now
 from nvmeswap.swap.sub_group import STATE_DTYPE, StateItem, SubGroupLayout
 from nvmeswap.swap.traffic import SubGroup
 from nvmeswap.swap.update import Scratch, Turn, update_segment
@@ -88,26 +88,32 @@ class SwappedOptimizer(StatefulOptimizer):
         aio: AioConfig | None = None,
         **options: Any,
     ) -> None:
-        sizing = Sizing(nvme_path, sub_group_size, buffer_count, ratio, pin_memory)
+        sizing = Sizing(
+            nvme_path, sub_group_size, buffer_count, ratio, pin_memory, update_thread_count
+        )
         self._begin(optimizer_class, params, ResidentHome(), options, state_dtype)
         items = self.items()
         swap = swap or SwapBlock()
         numel = sizing.sub_group_numel(items, swap.host_memory_nbytes)
         layouts = self.lay_out(numel)
         self._space = open_space(sizing, layouts, swap, aio or AioConfig())
-        self.attach(
-            PipelinedOptimizerSwapper(
-                layouts,
-                store=self._space.store,
-                pool=self._space.pools["optimizer"],
-                timeout_s=self._space.timeout_s,
-                buffer_count=buffer_count,
-                ratio=ratio,
-                thread_count=update_thread_count,
+        try:
+            self.attach(
+                PipelinedOptimizerSwapper(
+                    layouts,
+                    store=self._space.store,
+                    pool=self._space.pools["optimizer"],
+                    timeout_s=self._space.timeout_s,
+                    buffer_count=buffer_count,
+                    ratio=ratio,
+                    thread_count=update_thread_count,
+                )
             )
-        )
-        if overlap is not None:
-            self.overlap_backward(overlap)
+            if overlap is not None:
+                self.overlap_backward(overlap)
+        except BaseException:
+            self.close()
+            raise
 
     @classmethod
     def over(
@@ -133,6 +139,12 @@ class SwappedOptimizer(StatefulOptimizer):
         options: Mapping[str, Any],
         state_dtype: torch.dtype,
     ) -> None:
+        if state_dtype not in (torch.float32, torch.bfloat16):
+            raise SwapConfigError(
+                f"states can't be kept as {state_dtype}",
+                key="state_dtype",
+                fix="use torch.float32, or torch.bfloat16, which is not exact",
+            )
         self._rule = ElementwiseOptimizer(optimizer_class, options)
         self._home = home
         self._state_dtype = state_dtype
@@ -194,30 +206,30 @@ class SwappedOptimizer(StatefulOptimizer):
         swapper, overlap = self._attached(), self._overlap
         if overlap is not None:
             overlap.refuse_grad_scaler()
-        swapper.refuse_torn()
+        is_new = self._step is None
+        if is_new:
+            self._begin_step(swapper)
+        step = self._step
+        assert step is not None
         error = None
-        try:
+        try:  # from here on other ranks wait for what became of it
             if overlap is not None and overlap.finish():
-                assert self._step is not None
-                self._step.walked = not self._step.remaining
-            if self._step is None:
-                self._begin_step(swapper)
-            elif not self._step.walked:
-                self._refuse_lost_gradients(swapper, self._step)
-            assert self._step is not None
-            if not self._step.walked:
-                swapper.walk(self._visit, self._step.remaining)
-                self._step.walked = True
-        except SwapUsageError:
-            raise
+                step.walked = not step.remaining
+            swapper.refuse_torn()
+            if not step.walked:
+                if not is_new:
+                    self._refuse_lost_gradients(swapper, step)
+                swapper.walk(self._visit, step.remaining)
+                step.walked = True
         except SwapError as failure:
             error = failure
+            if is_new and swapper.is_torn:
+                self._step = None  # what is torn is mended by a load, not by another step
         self._home.after_step(error)
-        assert self._step is not None
-        for key, scalars in self._step.after.items():
+        for key, scalars in step.after.items():
             self.state[self._by_key[key]] = scalars
-        self._started |= self._step.after.keys()
-        self._home.forget_edits(self._by_key[key] for key in self._step.after)
+        self._started |= step.after.keys()
+        self._home.forget_edits(self._by_key[key] for key in step.after)
         self._forget_step()
 
     def start_step(
@@ -248,12 +260,7 @@ class SwappedOptimizer(StatefulOptimizer):
             for key in keys
         }
         edits = {key: self._home.edited_values(self._by_key[key]) for key in keys}
-        # The groups are looked up anew: load_state_dict replaces them, users change them.
-        options = {
-            self._home.key_of(parameter): group
-            for group in self.param_groups
-            for parameter in group["params"]
-        }
+        options = options_now(self.param_groups, self._home.key_of)
         self._check_options(swapper, before, options)
         remaining = swapper.order(keys) if order is None else order(swapper.groups_of(keys))
         self._step = Step(before, edits, options, expected, remaining)
@@ -271,17 +278,6 @@ class SwappedOptimizer(StatefulOptimizer):
             if item is not None and (id(group), item.states, is_first) not in checked:
                 self._rule.check(item.states, group, is_first=is_first)
                 checked.add((id(group), item.states, is_first))
-
-    def _refuse_strangers(self) -> None:
-        """A parameter that was frozen when the optimizer was built has no state here."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter not in self._owned and parameter.grad is not None:
-                    raise SwapUsageError(
-                        f"a parameter of shape {tuple(parameter.shape)} was frozen when this "
-                        "optimizer was built, and has a gradient now",
-                        fix="set requires_grad first, then build the optimizer",
-                    )
 
     def _refuse_lost_gradients(self, swapper: PipelinedOptimizerSwapper, step: Step) -> None:
         for key in swapper.keys_of(step.remaining) & step.expected:
@@ -320,6 +316,10 @@ class SwappedOptimizer(StatefulOptimizer):
         return Turn(
             gradient, self._scales.get(key), step.before[key], step.options[key], step.edits[key]
         )
+
+    def check_gradient(self, parameter: torch.Tensor) -> None:
+        """Raise SwapUsageError if its gradient can't be used."""
+        self._home.has_gradient(parameter)
 
     def expect_gradient(self, key: str, scale: torch.Tensor | None) -> None:
         """A gradient of the step under way is final; it is to be multiplied by `scale`."""

@@ -151,5 +151,6 @@ def _joined(
 
 def take_over_edits(master: torch.Tensor, values: torch.Tensor) -> None:
     """Where the parameter is not its master rounded, somebody wrote to it: that is its value."""
-    changed = values != master.to(values.dtype)
+    bits = torch.int16 if values.dtype.itemsize == 2 else torch.int32  # tell -0.0 from 0.0
+    changed = values.view(bits) != master.to(values.dtype).view(bits)
     master[changed] = values[changed].to(master.dtype)

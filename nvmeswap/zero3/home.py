@@ -44,6 +44,7 @@ class ShardedHome:
     def __init__(self, model: nn.Module, entries: Sequence[Entry], agreement: Agreement) -> None:
         self.params: PartitionedParamSwapper | None = None
         self.gradients = HostGradients()
+        self.pending_scales: dict[str, torch.Tensor] = {}  # the optimizer's, by clipping
         self._model = model
         self._agreement = agreement
         self._entries = {id(entry.parameter): entry for entry in entries}
@@ -55,8 +56,17 @@ class ShardedHome:
         """FSDP2 has reduced a gradient: add it to the host's, and free the device's."""
         gradient = parameter.grad
         if gradient is not None:
-            self.gradients.add(self._entry(parameter).key, fsdp.local_tensor(gradient))
+            key = self._entry(parameter).key
+            self.apply_scale(key)
+            self.gradients.add(key, fsdp.local_tensor(gradient))
             parameter.grad = None
+
+    def apply_scale(self, key: str) -> None:
+        """Multiply a gradient by the scale that was to be applied at its use: another one is to be
+        added, or it is to be clipped again."""
+        scale = self.pending_scales.pop(key, None)
+        if scale is not None:
+            self.gradients.scale(key, scale)
 
     def key_of(self, parameter: torch.Tensor) -> str:
         return self._entry(parameter).key

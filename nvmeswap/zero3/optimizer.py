@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from nvmeswap.errors import SwapUsageError
+from nvmeswap.swap.overlap import OverlapSettings
 from nvmeswap.swap.swapped import SwappedOptimizer
 from nvmeswap.zero3.home import ShardedHome
 
@@ -23,6 +24,13 @@ class ShardedOptimizer(SwappedOptimizer):
     swap: ZeroSwap
     norm_group: dist.ProcessGroup
     norm_device: torch.device
+
+    def overlap_backward(self, settings: OverlapSettings) -> None:
+        """Not for sharded parameters."""
+        raise SwapUsageError(
+            "updates during backward are not served for sharded parameters",
+            fix="leave them out; nvmeswap.SwappedOptimizer has them",
+        )
 
     def close(self) -> None:
         """As `swap.close()`."""
@@ -51,9 +59,10 @@ class ShardedOptimizer(SwappedOptimizer):
         """
         home = self._home
         assert isinstance(home, ShardedHome)
+        home.pending_scales = self._scales
         keys = [key for key in self._by_key if home.gradients.get(key) is not None]
-        for key in keys & self._scales.keys():
-            home.gradients.scale(key, self._scales.pop(key))
+        for key in keys:
+            home.apply_scale(key)
         parts = torch.zeros(len(keys), device=self.norm_device)
         for index, norm in enumerate(home.gradients.norms(keys, norm_type)):
             parts[index] = norm
@@ -64,7 +73,7 @@ class ShardedOptimizer(SwappedOptimizer):
                 f"the total norm of order {norm_type} of the gradients is {total.item()}"
             )
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0).to("cpu")
-        self._scales = dict.fromkeys(keys, scale)
+        self._scales.update(dict.fromkeys(keys, scale))
         return total
 
     def _over_ranks(self, parts: torch.Tensor, norm_type: float) -> torch.Tensor:
