@@ -82,6 +82,25 @@ def one_rank_reads_garbage(nvme_path: Path) -> str:
     return "nothing"
 
 
+def one_rank_is_torn(nvme_path: Path) -> list[str]:
+    """Rank 1's states are of no use, as after an update that broke in the middle; returns the names
+    of the errors of two steps."""
+    import nvmeswap.zero3
+
+    case = Case(buffer_count=1)
+    model, optimizer = nvmeswap.zero3.shard(build(case), case.config(nvme_path))
+    model(torch.zeros(2, 3, dtype=torch.long)).sum().backward()
+    if dist.get_rank() == 1:
+        optimizer.swapper.tear("an update broke in the middle")
+    raised = []
+    for _ in range(2):
+        try:
+            optimizer.step()
+        except SwapError as error:
+            raised.append(type(error).__name__)
+    return raised
+
+
 def void_pass_is_refused(nvme_path: Path) -> None:
     """Rank 1 can't read in one forward; afterwards the run goes on as an undisturbed one does."""
     import nvmeswap.zero3
@@ -133,7 +152,10 @@ def set_up_fails_on_rank_1(nvme_path: Path) -> str:
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     each.__name__: each
-    for each in (equals_ram, one_rank_reads_garbage, void_pass_is_refused, set_up_fails_on_rank_1)
+    for each in (
+        equals_ram, one_rank_is_torn, one_rank_reads_garbage, set_up_fails_on_rank_1,
+        void_pass_is_refused,
+    )
 }
 
 

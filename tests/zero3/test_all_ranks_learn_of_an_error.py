@@ -11,3 +11,9 @@ def test_damaged_file_on_one_rank_stops_the_step_on_all(tmp_path: Path) -> None:
     """Else the healthy rank would hang in its next collective, or train on with garbage."""
     raised = run_ranks(2, "one_rank_reads_garbage", tmp_path)
     assert raised == ["SwapPeerError", "SwapChecksumError"]
+
+
+def test_states_of_no_use_on_one_rank_are_told_to_all(tmp_path: Path) -> None:
+    """The others would have waited in their collective until it times out."""
+    raised = run_ranks(2, "one_rank_is_torn", tmp_path)
+    assert raised == [["SwapPeerError"] * 2, ["SwapUsageError"] * 2]

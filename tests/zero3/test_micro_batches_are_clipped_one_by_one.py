@@ -21,9 +21,9 @@ def test_gradient_that_was_clipped_is_scaled_before_another_is_added(
 
     theirs = model_of()
     resident = torch.optim.AdamW(theirs.parameters(), lr=0.1, fused=True)
-    ours, swapped = nvmeswap.zero3.shard(
-        model_of(), {**Case().config(tmp_path), "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
-    )
+    adamw = {"type": "AdamW", "params": {"lr": 0.1}}
+    config = {**Case().config(tmp_path), "optimizer": adamw}
+    ours, swapped = nvmeswap.zero3.shard(model_of(), config)
     for step in range(3):
         for micro_batch in range(3):
             torch.manual_seed(10 * step + micro_batch)
