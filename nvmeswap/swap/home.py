@@ -21,6 +21,10 @@ class ParameterHome(Protocol):
     """What an optimizer needs of its parameters. Tensors are flat, and on the host unless it says
     otherwise."""
 
+    @property
+    def is_alone(self) -> bool:
+        """False if other ranks take part in each step."""
+
     def key_of(self, parameter: torch.Tensor) -> str:
         """The stable name under which the parameter's state is stored."""
 
@@ -85,6 +89,10 @@ class ResidentHome:
     def __init__(self) -> None:
         self._keys: dict[torch.Tensor, str] = {}
         self._versions: dict[torch.Tensor, int] = {}
+
+    @property
+    def is_alone(self) -> bool:
+        return True
 
     def key_of(self, parameter: torch.Tensor) -> str:
         return self._keys.setdefault(parameter, f"param.{len(self._keys)}")

@@ -206,6 +206,8 @@ class SwappedOptimizer(StatefulOptimizer):
         swapper, overlap = self._attached(), self._overlap
         if overlap is not None:
             overlap.refuse_grad_scaler()
+        if self._home.is_alone:
+            swapper.refuse_torn()
         is_new = self._step is None
         if is_new:
             self._begin_step(swapper)
@@ -223,8 +225,6 @@ class SwappedOptimizer(StatefulOptimizer):
                 step.walked = True
         except SwapError as failure:
             error = failure
-            if is_new and swapper.is_torn:
-                self._step = None  # what is torn is mended by a load, not by another step
         self._home.after_step(error)
         for key, scalars in step.after.items():
             self.state[self._by_key[key]] = scalars

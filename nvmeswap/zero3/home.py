@@ -68,6 +68,10 @@ class ShardedHome:
         if scale is not None:
             self.gradients.scale(key, scale)
 
+    @property
+    def is_alone(self) -> bool:
+        return self._agreement.alone
+
     def key_of(self, parameter: torch.Tensor) -> str:
         return self._entry(parameter).key
 
