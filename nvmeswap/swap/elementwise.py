@@ -122,6 +122,17 @@ class ElementwiseOptimizer:
                 fix="give the options that call for it to the constructor",
             )
 
+    def modern(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
+        """Saved scalars as the class has them now: old versions of torch counted steps in numbers,
+        new ones in tensors."""
+        is_torchs = self._class.__module__.startswith("torch.optim")
+        return {
+            name: torch.tensor(float(value))
+            if is_torchs and name == "step" and isinstance(value, (int, float))
+            else value
+            for name, value in scalars.items()
+        }
+
     # --- one step -----------------------------------------------------------------------------
 
     def _step_piece(
@@ -160,6 +171,14 @@ class ElementwiseOptimizer:
             value = after.pop(name, memory)
             if value is not memory:
                 memory.copy_(value)
+        late = [n for n, v in after.items() if isinstance(v, Tensor) and v.numel() != 1]
+        if late:
+            raise SwapUsageError(
+                f"{self._name} makes the state {late[0]} in a later step",
+                cause="a parameter's states are laid out when the optimizer is built",
+                intact="nothing: this step is half made",
+                fix="load the last checkpoint, and use another optimizer",
+            )
         return dict(after)
 
     def _chooses_fused(self, options: Mapping[str, Any]) -> bool:
@@ -206,16 +225,21 @@ class ElementwiseOptimizer:
                     cause="state that is swapped is updated outside of graphs",
                     fix=f"leave {name} out",
                 )
+        # Some classes treat matrices and convolutions' weights each in a way of their own.
+        names, _ = self._try(options, _PROOF_SHAPE), self._try(options, (*_PROOF_SHAPE, 1, 1))
+        return names
+
+    def _try(self, options: dict[str, Any], shape: tuple[int, ...]) -> tuple[str, ...]:
         try:
-            return self._compare(options)
+            return self._compare(options, shape)
         except SwapUsageError:
             if self._kernel is None:
                 raise
             self._kernel = None  # perhaps it is the kernel's fault, and not the class's
-            return self._compare(options)
+            return self._compare(options, shape)
 
-    def _compare(self, options: dict[str, Any]) -> tuple[str, ...]:
-        first, *gradients = _proof_values()
+    def _compare(self, options: dict[str, Any], shape: tuple[int, ...]) -> tuple[str, ...]:
+        first, *gradients = (values.reshape(shape) for values in _proof_values())
         with torch.random.fork_rng(devices=[]):
             whole, state, names = self._step_whole(first, gradients, options)
             try:
@@ -252,7 +276,7 @@ class ElementwiseOptimizer:
                 self._refuse(
                     "its step() failed on a dense gradient", f"{type(error).__name__}: {error}"
                 )
-            names.append(self._dense_names(optimizer.state[parameter]))
+            names.append(self._dense_names(optimizer.state[parameter], first.shape))
             marks.append([_plain(vars(optimizer)), _plain(optimizer.param_groups[0])])
         if names[0] != names[-1]:
             self._refuse("it makes some of its state after the first step only")
@@ -260,17 +284,17 @@ class ElementwiseOptimizer:
             self._refuse("its step() changes the optimizer or its groups, not only their state")
         return parameter.detach(), optimizer.state[parameter], names[0]
 
-    def _dense_names(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+    def _dense_names(self, state: Mapping[str, Any], shape: torch.Size) -> tuple[str, ...]:
         names = []
         for name, value in state.items():
             is_tensor = isinstance(value, Tensor)
-            if is_tensor and value.shape == _PROOF_SHAPE and value.dtype is torch.float32:
+            if is_tensor and value.shape == shape and value.dtype is torch.float32:
                 names.append(name)
             elif not (value.numel() == 1 if is_tensor else _is_plain(value)):
                 what = f"{value.dtype} of {tuple(value.shape)}" if is_tensor else type(value)
                 self._refuse(
                     f"its state {name} is neither a scalar nor fp32 of the parameter's shape",
-                    f"for a parameter of {_PROOF_SHAPE} it is {what}",
+                    f"for a parameter of {tuple(shape)} it is {what}",
                 )
         return tuple(names)
 

@@ -130,7 +130,9 @@ class ResidentHome:
         return None
 
     def edited_values(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        if self._versions.get(parameter) == parameter._version:
+        # A write through `.data` is not counted; beside a whole master it can be told.
+        is_whole = parameter.device.type == "cpu" and self.in_place(parameter) is None
+        if self._versions.get(parameter) == parameter._version and not is_whole:
             return None
         return parameter.detach().view(-1).to("cpu")
 

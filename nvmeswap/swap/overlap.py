@@ -7,6 +7,7 @@ walked on the swapper's thread, in the order in which the last backward finished
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -85,8 +86,15 @@ class BackwardOverlap:
 
     def watch(self, parameters: Iterable[torch.Tensor]) -> None:
         """Wait for the gradients of these, too."""
+        arrived = weakref.WeakMethod(self._arrived)  # a parameter must not keep its optimizer
+
+        def tell(parameter: torch.Tensor) -> None:
+            method = arrived()
+            if method is not None:
+                method(parameter)
+
         for parameter in parameters:
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._arrived))
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(tell))
 
     def refuse_grad_scaler(self) -> None:
         """Raise if torch.amp.GradScaler calls this step."""

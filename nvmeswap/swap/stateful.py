@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from nvmeswap.errors import SwapUsageError
+from nvmeswap.errors import SwapClosedError, SwapUsageError
+from nvmeswap.swap.elementwise import ElementwiseOptimizer
 from nvmeswap.swap.home import ParameterHome
 from nvmeswap.swap.optimizer import PipelinedOptimizerSwapper
 from nvmeswap.swap.saved_states import SavedStates, save_states
@@ -25,12 +26,14 @@ class StatefulOptimizer(Optimizer):
     """The base of `SwappedOptimizer`: parameters by key and their states. `self.state` has only
     the scalars (step counts) of a parameter; its states are the swapper's."""
 
+    _rule: ElementwiseOptimizer
     _home: ParameterHome
     _states: OptimizerStates
     _swapper: PipelinedOptimizerSwapper | None
     _state_dtype: torch.dtype
     _by_key: dict[str, torch.Tensor]
-    _owned: set[torch.Tensor]
+    # With what must not change: its states were laid out for it.
+    _owned: dict[torch.Tensor, tuple[Any, ...]]
     # Parameters that have been updated: those with states. (A class may have no step count.)
     _started: set[str]
     # Those whose exact values were given from outside, so that they are saved before any update.
@@ -39,7 +42,7 @@ class StatefulOptimizer(Optimizer):
     def _own(self, parameters: Iterable[torch.Tensor]) -> None:
         for parameter in parameters:
             self._by_key[self._home.key_of(parameter)] = parameter
-            self._owned.add(parameter)
+            self._owned[parameter] = _kind(parameter)
 
     def key_of(self, parameter: torch.Tensor) -> str:
         """The name that its states are stored under."""
@@ -55,6 +58,13 @@ class StatefulOptimizer(Optimizer):
 
     def _refuse_strangers(self) -> None:
         """A parameter that was frozen when the optimizer was built has no state here."""
+        for parameter, kind in self._owned.items():
+            if _kind(parameter) != kind:
+                raise SwapUsageError(
+                    f"a parameter was changed from {kind} to {_kind(parameter)} (dtype, device, "
+                    "shape, stride) after this optimizer was built",
+                    fix="change it back, or build the optimizer anew",
+                )
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter not in self._owned and parameter.grad is not None:
@@ -165,6 +175,8 @@ class StatefulOptimizer(Optimizer):
         super().load_state_dict({**rest, "state": {}, "param_groups": groups})
         for group, (how, tuples) in zip(self.param_groups, kept, strict=True):
             group.update(how)
+            for name, default in self.defaults.items():  # what older versions of torch did not have
+                group.setdefault(name, default)
             group.update({name: tuple(group[name]) for name in tuples if name in group})
         self._forget_step()
         names = {
@@ -175,7 +187,7 @@ class StatefulOptimizer(Optimizer):
         self._states.write(states, forget_rest=True)
         self.state.clear()
         for key in started:
-            self.state[self._by_key[key]] = scalars[key]
+            self.state[self._by_key[key]] = self._rule.modern(scalars[key])
         self._started = started
         self._given = {key for key in states if MASTER in names[key]}
         self._home.forget_edits(self._by_key.values())
@@ -242,5 +254,9 @@ class StatefulOptimizer(Optimizer):
 
     def _attached(self) -> PipelinedOptimizerSwapper:
         if self._swapper is None:
-            raise SwapUsageError("this optimizer is closed", fix="build a new one")
+            raise SwapClosedError("this optimizer is closed", fix="build a new one")
         return self._swapper
+
+
+def _kind(parameter: torch.Tensor) -> tuple[Any, ...]:
+    return (parameter.dtype, parameter.device, tuple(parameter.shape), parameter.stride())

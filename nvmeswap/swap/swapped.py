@@ -157,7 +157,7 @@ class SwappedOptimizer(StatefulOptimizer):
         self._scales: dict[str, torch.Tensor] = {}  # of gradients, in the next step
         super().__init__(params, dict(self._rule.defaults))
         self._by_key = {}
-        self._owned = set()
+        self._owned = {}
         self._own(self._trained())
 
     def items(self, first_group: int = 0) -> list[StateItem]:
@@ -249,10 +249,11 @@ class SwappedOptimizer(StatefulOptimizer):
     ) -> None:
         self._refuse_strangers()
         self._home.before_step()
+        options = options_now(self.param_groups, self._home.key_of)
         keys = {
             key
             for key, parameter in self._by_key.items()
-            if order is not None or self._home.has_gradient(parameter)
+            if key in options and (order is not None or self._home.has_gradient(parameter))
         }
         expected = set(keys) if order is None else set()
         before: dict[str, Mapping[str, Any] | None] = {
@@ -260,7 +261,6 @@ class SwappedOptimizer(StatefulOptimizer):
             for key in keys
         }
         edits = {key: self._home.edited_values(self._by_key[key]) for key in keys}
-        options = options_now(self.param_groups, self._home.key_of)
         self._check_options(swapper, before, options)
         remaining = swapper.order(keys) if order is None else order(swapper.groups_of(keys))
         self._step = Step(before, edits, options, expected, remaining)
@@ -353,11 +353,18 @@ class SwappedOptimizer(StatefulOptimizer):
         self._refuse_in_a_step()
         first_group = len(self.param_groups)
         super().add_param_group(param_group)
+        items = self.items(first_group)
         try:
-            swapper.add(self.items(first_group), self._sub_group_numel)
-        except BaseException:
-            del self.param_groups[first_group:]
+            swapper.add(items, self._sub_group_numel)
+        except BaseException:  # Ctrl-C can come when they have been added
+            if not all(item.numel == 0 or swapper.item(item.key) for item in items):
+                del self.param_groups[first_group:]
+                raise
+            self._take_over_group()
             raise
+        self._take_over_group()
+
+    def _take_over_group(self) -> None:
         # Their masters are filled in by their first step: until then they count as edited.
         trained = [p for p in self.param_groups[-1]["params"] if p.requires_grad]
         self._own(trained)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -135,3 +139,138 @@ def test_state_dict_reads_each_sub_group_once(bench: Bench, parameters: MakePara
     optimizer.state_dict()
     stored_nbytes = optimizer.stats().write_nbytes
     assert optimizer.stats().read_nbytes - before <= stored_nbytes
+
+
+@pytest.mark.parametrize("change", [lambda m: m.float(), lambda m: m.double()], ids=["f", "d"])
+def test_parameter_of_another_kind_is_refused(
+    tmp_path: Path, change: Callable[[torch.nn.Module], object]
+) -> None:
+    """It would have been updated no more, without a word."""
+    model = torch.nn.Linear(8, 8).half()
+    optimizer = SwappedOptimizer(
+        torch.optim.SGD, model.parameters(), lr=0.1, nvme_path=tmp_path, pin_memory=False
+    )
+    change(model)
+    set_gradients(model.parameters(), 0)
+    with pytest.raises(SwapUsageError, match="built"):
+        optimizer.step()
+    model.half()
+    set_gradients(model.parameters(), 0)
+    optimizer.step()
+    optimizer.close()
+
+
+def test_writes_through_data_count_beside_a_whole_master(bench: Bench) -> None:
+    """torch does not count them; the old master would have come back."""
+    ours = torch.nn.Parameter(torch.randn(5000).half())
+    optimizer = bench.optimizer(torch.optim.SGD, [ours], lr=1e-3)
+    for step in range(2):
+        set_gradients([ours], step)
+        if step == 1:
+            ours.data.zero_()
+        optimizer.step()
+    assert float(ours.detach().abs().max()) < 0.1
+
+
+class MakesAStateLater(torch.optim.Optimizer):
+    """As Lookahead does, in its fifth step."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["step"] = state.get("step", 0) + 1
+                parameter.sub_(parameter.grad, alpha=group["lr"])
+                if state["step"] == 5:
+                    state["slow"] = parameter.clone()
+
+
+class CentresConvolutions(torch.optim.SGD):
+    """Depends on the shape of a gradient, if it has four dimensions."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad.dim() > 3:
+                    parameter.grad.sub_(parameter.grad.mean((1, 2, 3), keepdim=True))
+        return super().step(closure)
+
+
+def test_state_that_comes_later_is_refused_when_it_comes(bench: Bench) -> None:
+    """Taken for a scalar, each piece would have overwritten the other's."""
+    ours = torch.nn.Parameter(torch.randn(10_000))
+    optimizer = bench.optimizer(MakesAStateLater, [ours])
+    with pytest.raises(SwapUsageError, match="slow"):
+        for step in range(6):
+            set_gradients([ours], step)
+            optimizer.step()
+
+
+def test_class_that_treats_convolutions_otherwise_is_refused(bench: Bench) -> None:
+    """The proof on a matrix alone did not see it."""
+    with pytest.raises(SwapUsageError, match="elementwise"):
+        bench.optimizer(CentresConvolutions, [torch.nn.Parameter(torch.randn(10))], lr=0.1)
+
+
+def test_group_whose_adding_was_interrupted_late_is_there_once(
+    bench: Bench, parameters: MakeParameters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C when all was done: added again it would have been updated twice in each step."""
+    ours, theirs = parameters([5000, 9000]), parameters([5000, 9000])
+    optimizer = bench.adamw(ours[:1])
+    add = optimizer.swapper.add
+
+    def interrupted(*arguments: Any) -> Any:
+        add(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(optimizer.swapper, "add", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.add_param_group({"params": ours[1:]})
+    with pytest.raises(ValueError, match="more than one"):
+        optimizer.add_param_group({"params": ours[1:]})
+    resident = torch.optim.AdamW(theirs, fused=True)
+    for step in range(3):
+        for params in (ours, theirs):
+            set_gradients(params, step)
+        optimizer.step()
+        resident.step()
+    assert all(map(torch.equal, ours, theirs))
+
+
+def test_state_saved_by_an_old_torch_is_loaded(bench: Bench, parameters: MakeParameters) -> None:
+    """It counted steps in numbers and had fewer options."""
+    ours, theirs = parameters([5000]), parameters([5000])
+    resident, optimizer = torch.optim.AdamW(theirs, fused=True), bench.adamw(ours)
+    for params, each in ((theirs, resident), (ours, optimizer)):
+        set_gradients(params, 0)
+        each.step()
+    saved = copy.deepcopy(resident.state_dict())
+    saved["state"][0]["step"] = 1
+    for name in ("maximize", "foreach", "capturable", "differentiable", "fused"):
+        saved["param_groups"][0].pop(name)
+    optimizer.load_state_dict(saved)
+    for params, each in ((theirs, resident), (ours, optimizer)):
+        set_gradients(params, 1)
+        each.step()
+    assert torch.equal(ours[0], theirs[0])
+
+
+def test_overlapping_optimizer_that_is_dropped_goes(
+    tmp_path: Path, parameters: MakeParameters
+) -> None:
+    """Hooks on parameters would have kept its memory and files for as long as the model lives."""
+    ours = parameters([5000])
+    optimizer = SwappedOptimizer(
+        torch.optim.AdamW, ours, nvme_path=tmp_path, pin_memory=False, overlap=OverlapSettings()
+    )
+    ours[0].square().sum().backward()
+    optimizer.step()
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
