@@ -97,8 +97,9 @@ class SubGroupTraffic:
             slot = group.slot or self._slot_for(group)
             self._start_reading(group, slot)
         if group.state is ShardState.READING:
+            requests = list(group.requests)
             group.finish_reading()
-            self._note("read", group)
+            self._note("read", group.key, requests)
         assert group.state is ShardState.CLEAN, group.state
 
     def bring_in_blank(self, group: SubGroup) -> None:
@@ -273,16 +274,16 @@ class SubGroupTraffic:
         self._writing.remove(group)
         group.move(ShardState.CLEAN)
         group.owed.clear()
-        self._note("write", group)
+        self._note("write", group.key, group.requests)
 
-    def _note(self, track: str, group: SubGroup) -> None:
-        """Its transfers, which are over, from when they were submitted to when the drive was done:
+    def _note(self, track: str, key: str, requests: Sequence[StoreRequest]) -> None:
+        """A sub-group's transfers, which are over, from when they were submitted to when the drive was done:
         not to when somebody waited."""
         if self.timeline is not None:
-            for request in group.requests:
+            for request in requests:
                 began_s, ended_s = request.began_s, request.ended_s
                 if began_s is not None and ended_s is not None:
-                    self.timeline.add(track, group.key, began_s, ended_s)
+                    self.timeline.add(track, key, began_s, ended_s)
 
     def _settle(self, group: SubGroup) -> None:
         """After a failure nothing of the write may be in flight before the slot may change
