@@ -16,7 +16,7 @@ from nvmeswap.errors import SwapError, SwapIOError, SwapTimeoutError
 from nvmeswap.io.engine import Lane
 from nvmeswap.memory.pool import Pool
 from nvmeswap.memory.slot import Slot
-from nvmeswap.store.store import Store
+from nvmeswap.store.store import Store, StoreRequest
 from nvmeswap.swap.shard import Resident, ShardState, Submit
 from nvmeswap.swap.sub_group import MasterForm, SubGroupLayout
 from nvmeswap.timeline import Timeline
@@ -277,8 +277,8 @@ class SubGroupTraffic:
         self._note("write", group.key, group.requests)
 
     def _note(self, track: str, key: str, requests: Sequence[StoreRequest]) -> None:
-        """A sub-group's transfers, which are over, from when they were submitted to when the drive was done:
-        not to when somebody waited."""
+        """A sub-group's transfers, which are over, from when they were submitted to when the drive
+        was done: not to when somebody waited."""
         if self.timeline is not None:
             for request in requests:
                 began_s, ended_s = request.began_s, request.ended_s
