@@ -26,11 +26,15 @@ class ShardedOptimizer(SwappedOptimizer):
     norm_device: torch.device
 
     def overlap_backward(self, settings: OverlapSettings) -> None:
-        """Not for sharded parameters."""
-        raise SwapUsageError(
-            "updates during backward are not served for sharded parameters",
-            fix="leave them out; nvmeswap.SwappedOptimizer has them",
-        )
+        """From now on update during backward, from the second step on: the first one shows how
+        often FSDP2 tells of each gradient. To be called on all ranks. An error in such a backward
+        leaves some parameters updated, and all is refused until a checkpoint is loaded."""
+        if settings.clip_norm is not None:
+            raise SwapUsageError(
+                "a gradient's norm over all ranks is not known in time",
+                fix="leave out clip_norm, or don't overlap",
+            )
+        super().overlap_backward(settings)
 
     def close(self) -> None:
         """As `swap.close()`."""
@@ -57,6 +61,7 @@ class ShardedOptimizer(SwappedOptimizer):
         From the second call on, norms are taken as the gradients arrive; they are scaled while they
         are used, so nothing passes over them here.
         """
+        self._refuse_to_clip_in_overlap()
         home = self._home
         assert isinstance(home, ShardedHome)
         home.pending_scales = self._scales
