@@ -64,9 +64,9 @@ def shard(
     _ensure_process_group(device)
     mesh = mesh or init_device_mesh(device.type, (dist.get_world_size(),))
     policy = _precision(settings)
-    fsdp.shard_by_blocks(model, mesh, policy)
-    _refuse_other_precision(model, policy)
     zero = settings.zero_optimization
+    fsdp.shard_by_blocks(model, mesh, policy, keeps_gathered=zero.stage < 3)
+    _refuse_other_precision(model, policy)
     if zero.offload_optimizer.device is OffloadDevice.NONE:
         return model, cls(model.parameters(), **_fused(cls), **options)
     return model, _swapped(model, settings, device, cls, options)
@@ -121,6 +121,8 @@ def _swapped(
 def _precision(settings: Config) -> MixedPrecisionPolicy:
     if settings.bf16.enabled:
         return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if settings.fp16.enabled:
+        return MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
     return MixedPrecisionPolicy()
 
 
@@ -129,7 +131,7 @@ def _refuse_other_precision(model: nn.Module, policy: MixedPrecisionPolicy) -> N
     for record in fsdp.fsdp_params(model):
         if policy.param_dtype not in (None, record.mp_policy.param_dtype):
             raise SwapUsageError(
-                "the model is sharded already, and not for bf16",
+                f"the model is sharded already, and not for {policy.param_dtype}",
                 fix="build it anew, or give its fully_shard calls the MixedPrecisionPolicy",
             )
 
