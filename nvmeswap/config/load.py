@@ -104,6 +104,13 @@ class Config(Block):
                 key="gradient_clipping",
                 fix="call torch.nn.utils.clip_grad_norm_ between backward and step",
             )
+        if self.nvmeswap.overlap_step and (self.fp16.enabled or self.gradient_clipping):
+            asks = "fp16" if self.fp16.enabled else "gradient_clipping"
+            raise SwapConfigError(
+                f"{asks} needs all gradients before the first update, overlap_step makes it before",
+                key="nvmeswap.overlap_step",
+                fix=f"leave out overlap_step or {asks}",
+            )
         if self.nvmeswap.keep_resident_bytes and param.device is OffloadDevice.NONE:
             warnings.warn(
                 "nvmeswap.keep_resident_bytes is without effect: no parameter is offloaded",

@@ -79,6 +79,8 @@ def swap_shards(
         )
         optimizer.norm_group = fsdp.shard_group(entries[0].record)
         optimizer.norm_device = agreement.device
+        optimizer.gradient_clipping = settings.gradient_clipping
+        optimizer.expects_scaler = settings.fp16.enabled
         _let_go(model, entries, optimizer, home)
     except BaseException:
         space.close()
