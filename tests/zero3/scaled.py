@@ -37,7 +37,8 @@ def square(model: nn.Module, step: int) -> torch.Tensor:
 def config(nvme_path: Path, **outermost: Any) -> dict[str, Any]:
     adamw = {"type": "AdamW", "params": {"lr": 1e-2}}
     swap = {"min_swap_nbytes": 0}
-    return {**Case(buffer_count=1).config(nvme_path), "optimizer": adamw, "nvmeswap": swap, **outermost}
+    usual = Case(buffer_count=1).config(nvme_path)
+    return {**usual, "optimizer": adamw, "nvmeswap": swap, **outermost}
 
 
 def resident(policy: MixedPrecisionPolicy | None = None, dtype: torch.dtype = torch.float32,
