@@ -33,6 +33,8 @@ def _parsed(text: str) -> tuple[float, int | None]:
 
 
 def _bytes_from(given: Any) -> Any:
+    if isinstance(given, bool):
+        raise ValueError("must be a number of bytes, or text with a unit")
     if not isinstance(given, str):
         return given
     number, unit_nbytes = _parsed(given)

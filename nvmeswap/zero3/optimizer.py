@@ -72,6 +72,7 @@ class ShardedOptimizer(SwappedOptimizer):
         From the second call on, norms are taken as the gradients arrive; they are scaled while they
         are used, so nothing passes over them here.
         """
+        norm_type = float(norm_type)
         if not norm_type > 0:
             raise SwapUsageError(
                 f"there is no norm of order {norm_type} here", fix="use 1, 2, or math.inf"

@@ -54,9 +54,9 @@ def shard(
     offload devices "none", plain FSDP2 and torch.optim.AdamW(fused=True).
     Raises: SwapConfigError, SwapPathError, SwapBudgetError and SwapSpaceError before training.
     Blocking: writes all shards and the first optimizer state.
-    Gradients leave `parameter.grad` for host memory as they come: clip with
-    `optimizer.clip_grad_norm_` (torch's would see none), and `zero_grad` of either model or
-    optimizer forgets them.
+    Gradients leave `parameter.grad` for host memory as they come: clip with `gradient_clipping` or
+    `optimizer.clip_grad_norm_` (torch's would see none), scale losses with `zero3.GradScaler`;
+    `zero_grad` of either model or optimizer forgets them.
     """
     settings = Config.load(config)
     cls, options = _optimizer(settings.optimizer, optimizer)

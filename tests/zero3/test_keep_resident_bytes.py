@@ -110,3 +110,15 @@ def test_max_in_cpu_in_bytes_keeps_as_much(one_rank: None, tmp_path: Path) -> No
         cached.append(optimizer.swap.stats().params.cached_nbytes)
         optimizer.close()
     assert cached[0] == cached[1] > 40_000
+
+
+def test_run_without_page_locking_locks_nothing(one_rank: None, tmp_path: Path) -> None:
+    """Elsewhere it was locked all the same.  field case B04"""
+    for locks in (True, False):
+        case = Case()
+        zero = case.config(tmp_path)["zero_optimization"]
+        zero["offload_param"]["pin_memory"] = locks  # one block that says no is enough
+        config = replace(case, extra={"zero_optimization": zero}).config(tmp_path)
+        _, optimizer = nvmeswap.zero3.shard(build(case), config)
+        assert (optimizer.swap.stats().locked_nbytes > 0) == locks
+        optimizer.close()
