@@ -72,6 +72,11 @@ class ShardedHome:
     def is_alone(self) -> bool:
         return self._agreement.alone
 
+    @property
+    def entries(self) -> Sequence[Entry]:
+        """All parameters, frozen ones included."""
+        return list(self._entries.values())
+
     def key_of(self, parameter: torch.Tensor) -> str:
         return self._entry(parameter).key
 
@@ -130,7 +135,8 @@ class ShardedHome:
         self, parameter: torch.Tensor, start: int, values: torch.Tensor
     ) -> list[StoreRequest]:
         entry = self._entry(parameter)
-        if self.params is not None:
+        if entry.swapped:
+            assert self.params is not None
             return self.params.update(entry.key, start, values.to(entry.store_dtype))
         assert entry.local is not None
         entry.local.view(-1)[start : start + values.numel()].copy_(values)
@@ -237,6 +243,8 @@ class ShardedHome:
         else:
             keys = [self._entries[id(p)].key for p in parameters if id(p) in self._entries]
         self._pass = PassState.WHOLE
+        for key in list(self.pending_scales) if keys is None else keys:
+            self.pending_scales.pop(key, None)
         if set_to_none:
             self.gradients.clear(keys)
         else:
