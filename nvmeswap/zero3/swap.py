@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from nvmeswap.errors import SwapError, SwapUsageError
 from nvmeswap.io.probe import Drive
-from nvmeswap.stats import EngineStats, OptimizerStats, ParamStats, StoreStats
+from nvmeswap.stats import EngineStats, OptimizerStats, ParamStats, PoolStats, StoreStats
 from nvmeswap.swap.params import PartitionedParamSwapper
 from nvmeswap.swap.space import SwapSpace
 from nvmeswap.swap.states import Source
@@ -25,7 +26,8 @@ from nvmeswap.zero3.tensor import ShardHandle, SwappedTensor, register_source
 @dataclass(frozen=True, slots=True)
 class SwapStats:
     """All counters of one rank; None where nothing of the kind is swapped. `drives`: the folders
-    that the bytes are spread over, each with its measured bandwidth and its share."""
+    that the bytes are spread over, each with its measured bandwidth and its share. `pools`: the
+    slots of host memory, by what they are for."""
 
     engine: EngineStats | None
     store: StoreStats | None
@@ -34,6 +36,7 @@ class SwapStats:
     arena_nbytes: int
     locked_nbytes: int
     drives: tuple[Drive, ...]
+    pools: Mapping[str, PoolStats]
 
 
 class ZeroSwap:
@@ -133,6 +136,7 @@ class ZeroSwap:
             arena_nbytes=0 if space.arena is None else space.arena.nbytes,
             locked_nbytes=0 if space.arena is None else space.arena.locked_nbytes,
             drives=() if space.probe is None else space.probe.drives,
+            pools={name: pool.stats() for name, pool in space.pools.items() if pool is not None},
         )
 
     def close(self) -> None:

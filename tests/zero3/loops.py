@@ -1,0 +1,251 @@
+"""Ways to train a model, each a `Program` known by its name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from tests.zero3.programs import BF16, DIM, Block, Dice, Program, Stack
+
+# --- several backward passes a step --------------------------------------------------------------
+
+
+class Accumulation(Program):
+    """Every micro-batch reduces its gradients."""
+
+    micro_batches = 3
+
+    def step(self, model: nn.Module, optimizer: Any, dice: Dice) -> list[float]:
+        numbers = []
+        for index in range(self.micro_batches):
+            self.before_micro_batch(model, is_last=index == self.micro_batches - 1)
+            loss = self.loss(model, dice) / self.micro_batches
+            loss.backward()
+            numbers.append(loss.item())
+        return numbers + self.update(model, optimizer)
+
+    def before_micro_batch(self, model: nn.Module, *, is_last: bool) -> None:
+        pass
+
+
+class AccumulationWithoutSync(Accumulation):
+    """Gradients stay whole on the device until the last micro-batch."""
+
+    def before_micro_batch(self, model: nn.Module, *, is_last: bool) -> None:
+        model.set_requires_gradient_sync(is_last)
+
+
+class AccumulationWithoutSyncInBf16(AccumulationWithoutSync):
+    policy = BF16
+
+
+class AccumulationGatheredInBetween(Accumulation):
+    def before_micro_batch(self, model: nn.Module, *, is_last: bool) -> None:
+        model.set_reshard_after_backward(is_last)
+
+
+class AccumulationTellingTheLast(Accumulation):
+    def before_micro_batch(self, model: nn.Module, *, is_last: bool) -> None:
+        model.set_is_last_backward(is_last)
+
+
+# --- evaluation ----------------------------------------------------------------------------------
+
+
+class EvaluationBetweenSteps(Program):
+    """Another batch size, no gradients, after each step and before the first."""
+
+    context = staticmethod(torch.no_grad)
+
+    def step(self, model: nn.Module, optimizer: Any, dice: Dice) -> list[float]:
+        return self.evaluate(model, dice) + super().step(model, optimizer, dice)
+
+    def evaluate(self, model: nn.Module, dice: Dice) -> list[float]:
+        model.eval()
+        with self.context():
+            number = model(dice.batch(7, DIM)).sum().item()
+        model.train()
+        return [number]
+
+
+class EvaluationInInferenceMode(EvaluationBetweenSteps):
+    """Not before the first step: resident FSDP2 would fail in training."""
+
+    context = staticmethod(torch.inference_mode)
+
+    def step(self, model: nn.Module, optimizer: Any, dice: Dice) -> list[float]:
+        return Program.step(self, model, optimizer, dice) + self.evaluate(model, dice)
+
+
+class InferenceModeBeforeTheFirstStep(EvaluationInInferenceMode):
+    """The swapped run may. In RAM FSDP2 needs what it says here."""
+
+    def step(self, model: nn.Module, optimizer: Any, dice: Dice) -> list[float]:
+        if not hasattr(optimizer, "swap"):
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.unshard()
+                    module.reshard()
+        return self.evaluate(model, dice) + Program.step(self, model, optimizer, dice)
+
+
+class GenerationBetweenSteps(EvaluationBetweenSteps):
+    """A forward for each new token."""
+
+    def evaluate(self, model: nn.Module, dice: Dice) -> list[float]:
+        x = dice.batch(2, DIM)
+        with torch.no_grad():
+            for _ in range(4):
+                x = torch.roll(x, 1) + model(x).sum(dim=1, keepdim=True)
+        return [x.sum().item()]
+
+
+class EvaluationBeforeTheUpdate(EvaluationBetweenSteps):
+    """Between backward and step(): FSDP2 keeps the root's old weights, unless it is told."""
+
+    def step(self, model: nn.Module, optimizer: Any, dice: Dice) -> list[float]:
+        loss = self.loss(model, dice)
+        loss.backward()
+        numbers = [loss.item(), *self.evaluate(model, dice), *self.update(model, optimizer)]
+        if not hasattr(optimizer, "swap"):
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+        return numbers
+
+
+# --- exceptions of the user's own ----------------------------------------------------------------
+
+
+class Raises(torch.autograd.Function):
+    """Fails in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise Interruption("in backward")
+
+
+class Interruption(Exception):
+    """The user's."""
+
+
+class Interrupted(Stack):
+    """Raises in block `at`, in forward or in backward, when told to."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=4)
+        self.phase: str | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            x = block(x)
+            if index == 1 and self.phase == "forward":
+                raise Interruption("in forward")
+            if index == 1 and self.phase == "backward":
+                x = Raises.apply(x)
+        return self.head(x)
+
+
+class ExceptionInForward(Program):
+    """Then the same batch again, without any other call."""
+
+    phase = "forward"
+    steps = 4
+
+    def build(self) -> nn.Module:
+        return Interrupted()
+
+    def step(self, model: nn.Module, optimizer: Any, dice: Dice) -> list[float]:
+        state = dice.own.get_state()
+        model.phase = self.phase
+        try:
+            self.loss(model, dice).backward()
+        except Interruption:
+            self.recover(model, optimizer)
+        else:
+            raise AssertionError("nothing was raised")
+        model.phase = None
+        dice.own.set_state(state)
+        return super().step(model, optimizer, dice)
+
+    def recover(self, model: nn.Module, optimizer: Any) -> None:
+        if not hasattr(optimizer, "swap"):
+            model.reset_iter_state()
+
+
+class ExceptionInBackward(ExceptionInForward):
+    """zero_grad(), then the same batch again."""
+
+    phase = "backward"
+
+    def recover(self, model: nn.Module, optimizer: Any) -> None:
+        super().recover(model, optimizer)
+        optimizer.zero_grad()
+
+
+class ExceptionInEvaluation(ExceptionInForward):
+    """In the forward of a batch that nobody trains on."""
+
+    def step(self, model: nn.Module, optimizer: Any, dice: Dice) -> list[float]:
+        model.phase = "forward"
+        try:
+            with torch.no_grad():
+                model(dice.batch())
+        except Interruption:
+            self.recover(model, optimizer)
+        model.phase = None
+        return Program.step(self, model, optimizer, dice)
+
+
+# --- meshes --------------------------------------------------------------------------------------
+
+
+class ReplicatedOnTwo(Program):
+    """HSDP, each copy on one rank."""
+
+    mesh_shape = (2, 1)
+
+
+class HybridOnOneReplica(Program):
+    mesh_shape = (1, 2)
+
+
+class HybridOnFour(Accumulation):
+    """Two copies, each sharded over two ranks."""
+
+    mesh_shape = (2, 2)
+
+
+class HybridWithoutAllReduceInBetween(HybridOnFour):
+    def before_micro_batch(self, model: nn.Module, *, is_last: bool) -> None:
+        model.set_requires_all_reduce(is_last)
+
+
+class TensorParallel(Program):
+    """Two-way tensor parallel, each part sharded over the other dimension of the mesh."""
+
+    mesh_shape = (2, 2)
+    clips = False
+
+    def build(self) -> nn.Module:
+        return Stack(layers=2, block=lambda: Block(hidden=2 * DIM))
+
+    def group(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        for block in model.blocks:
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(block, mesh["shard"], plan)
+        for module in [*model.blocks, model]:
+            self.fully_shard(module, mesh["replicate"])
