@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from nvmeswap.errors import SwapUsageError
+from nvmeswap.zero3 import fsdp
 from nvmeswap.zero3.home import ShardedHome
 
 
@@ -18,13 +19,19 @@ def guard_module_calls(model: nn.Module, home: ShardedHome) -> None:
 
     - `half()`, `to(other)`, `to_empty()` and their kin raise, where they would read the parameters
       into memory and leave them there; calls that change nothing pass;
-    - `zero_grad()` forgets the gradients that are in host memory, too.
+    - `zero_grad()` forgets the gradients that are in host memory, too;
+    - `load_state_dict(assign=True)` raises: it would leave resident parameters instead;
+    - a forward after a backward that an error ended raises, one that an error ends leaves FSDP2
+      clean, and the first one may be in inference mode.
     """
+    model.register_forward_pre_hook(partial(_before_forward, home), prepend=True)
+    model.register_forward_hook(_after_forward, always_call=True)
     for module in model.modules():
         kinds = {(p.dtype, p.device) for p in module.parameters()}
         if kinds:
             # Instance attributes: they go before the class's. All conversions end in _apply.
             module._apply = partial(_apply, module._apply, kinds)  # type: ignore[method-assign]
+            module.register_load_state_dict_pre_hook(_refuse_assignment)
             module.zero_grad = partial(_zero_grad, module, module.zero_grad, home)  # type: ignore[method-assign]
 
 
@@ -53,3 +60,26 @@ def _zero_grad(
 ) -> None:
     original(set_to_none)
     home.zero_gradients(set_to_none=set_to_none, parameters=module.parameters())
+
+
+def _refuse_assignment(
+    module: nn.Module, state: Any, prefix: str, metadata: Mapping[str, Any], *_: Any
+) -> None:
+    if metadata.get("assign_to_params_buffers", False):
+        raise SwapUsageError(
+            "load_state_dict(assign=True) would put resident parameters into the place of swapped "
+            "ones",
+            fix="leave out assign: values are copied to where the parameters live",
+        )
+
+
+@torch.compiler.disable
+def _before_forward(home: ShardedHome, model: nn.Module, _: Any) -> None:
+    if torch.is_inference_mode_enabled():
+        fsdp.gather_once_outside_inference_mode(model)
+    home.refuse_half_a_pass()
+
+
+@torch.compiler.disable
+def _after_forward(model: nn.Module, *_: Any) -> None:
+    fsdp.abandon_forward(model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -18,18 +17,6 @@ from nvmeswap.swap.sub_group import STATE_DTYPE, MasterForm, StateItem
 from nvmeswap.zero3 import fsdp
 from nvmeswap.zero3.agreement import Agreement
 from nvmeswap.zero3.entries import Entry
-
-
-class PassState(enum.Enum):
-    """What the gradients are worth; `zero_gradients` leads back to WHOLE from everywhere.
-
-    WHOLE: they are right. VOID: a shard was NaN in them, on some rank; all ranks know. CUT_SHORT:
-    backward was ended by an error, and FSDP2 is still in the middle of it.
-    """
-
-    WHOLE = "whole"
-    VOID = "void"
-    CUT_SHORT = "cut short"
 
 
 class ShardedHome:
@@ -50,7 +37,7 @@ class ShardedHome:
         self._entries = {id(entry.parameter): entry for entry in entries}
         self._frozen = [entry for entry in entries if not entry.parameter.requires_grad]
         self._versions: dict[str, int] = {}
-        self._pass = PassState.WHOLE
+        self._is_void = False  # a shard was NaN in the gradients, on some rank; all ranks know
 
     def take_gradient(self, parameter: torch.Tensor) -> None:
         """FSDP2 has reduced a gradient: add it to the host's, and free the device's."""
@@ -140,11 +127,12 @@ class ShardedHome:
         return self._entry(parameter).shape
 
     def before_step(self) -> None:
-        if self._pass is not PassState.WHOLE:
+        if self._is_void:
             raise SwapUsageError(
                 "the gradients come from a pass in which a shard could not be read",
                 fix="call zero_grad() on all ranks and repeat forward and backward",
             )
+        self.refuse_half_a_pass()
         thawed = [entry.key for entry in self._frozen if entry.parameter.requires_grad]
         if thawed:
             raise SwapUsageError(
@@ -162,7 +150,7 @@ class ShardedHome:
                 fix="call zero_grad() on all ranks and repeat forward and backward"
             )
         except SwapError:
-            self._pass = PassState.VOID
+            self._is_void = True
             raise
 
     def after_step(self, error: SwapError | None) -> None:
@@ -182,13 +170,9 @@ class ShardedHome:
         """The next forward gathers every parameter anew."""
         fsdp.reshard_all(self._model)
 
-    def backward_was_cut_short(self) -> None:
-        """An error was raised in the middle of a backward pass (one rank only)."""
-        self._pass = PassState.CUT_SHORT
-
     def refuse_half_a_pass(self) -> None:
-        """Raise if FSDP2 is still in the middle of a pass that an error ended."""
-        if self._pass is PassState.CUT_SHORT:
+        """Raise if FSDP2 is still in the middle of a backward that an error ended."""
+        if fsdp.backward_was_cut_short(self._model):
             raise SwapUsageError(
                 "the last backward was ended by an error",
                 fix="call optimizer.zero_grad() first, then repeat forward and backward",
@@ -197,13 +181,14 @@ class ShardedHome:
     def zero_gradients(
         self, *, set_to_none: bool, parameters: Iterable[torch.Tensor] | None = None
     ) -> None:
-        if self._pass is PassState.CUT_SHORT:
-            fsdp.abandon_pass(self._model)
-        if parameters is None or self._pass is not PassState.WHOLE:
+        is_cut_short = fsdp.backward_was_cut_short(self._model)
+        if is_cut_short:
+            fsdp.abandon_backward(self._model)
+        if parameters is None or is_cut_short or self._is_void:
             keys = None
         else:
             keys = [self._entries[id(p)].key for p in parameters if id(p) in self._entries]
-        self._pass = PassState.WHOLE
+        self._is_void = False
         if set_to_none:
             self.gradients.clear(keys)
         else:

@@ -86,13 +86,10 @@ class ZeroSwap:
         entry = self._entry(key)
         spec = self._shards.spec(key)
         flat = torch.empty(entry.padded_shape.numel(), dtype=spec.dtype, device=_device_of(entry))
-        self._home.refuse_half_a_pass()
         try:
             self._shards.fetch(key, flat[: entry.numel])
         except SwapError as error:
             if self._agreement.alone:
-                if fsdp.in_backward():
-                    self._home.backward_was_cut_short()
                 raise
             self._agreement.report(error)
             flat.fill_(float("nan") if flat.is_floating_point() else 0)

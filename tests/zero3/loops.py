@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,6 +15,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from nvmeswap.errors import SwapUsageError
+from nvmeswap.zero3.tensor import SwappedTensor
 from tests.zero3.programs import BF16, DIM, Block, Dice, Program, Stack
 
 # --- several backward passes a step --------------------------------------------------------------
@@ -115,12 +118,12 @@ class EvaluationBeforeTheUpdate(EvaluationBetweenSteps):
     def step(self, model: nn.Module, optimizer: Any, dice: Dice) -> list[float]:
         loss = self.loss(model, dice)
         loss.backward()
-        numbers = [loss.item(), *self.evaluate(model, dice), *self.update(model, optimizer)]
+        numbers = [loss.item(), *self.evaluate(model, dice)]
         if not hasattr(optimizer, "swap"):
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
-        return numbers
+        return numbers + self.update(model, optimizer)
 
 
 # --- exceptions of the user's own ----------------------------------------------------------------
@@ -169,45 +172,56 @@ class ExceptionInForward(Program):
         return Interrupted()
 
     def step(self, model: nn.Module, optimizer: Any, dice: Dice) -> list[float]:
-        state = dice.own.get_state()
-        model.phase = self.phase
-        try:
-            self.loss(model, dice).backward()
-        except Interruption:
+        if hasattr(optimizer, "swap"):  # the run in RAM is undisturbed
+            state = dice.own.get_state()
+            model.phase = self.phase
+            with pytest.raises(Interruption):
+                self.attempt(model, dice)
+            model.phase = None
+            dice.own.set_state(state)
             self.recover(model, optimizer)
-        else:
-            raise AssertionError("nothing was raised")
-        model.phase = None
-        dice.own.set_state(state)
         return super().step(model, optimizer, dice)
 
+    def attempt(self, model: nn.Module, dice: Dice) -> None:
+        self.loss(model, dice).backward()
+
     def recover(self, model: nn.Module, optimizer: Any) -> None:
-        if not hasattr(optimizer, "swap"):
-            model.reset_iter_state()
+        pass
 
 
 class ExceptionInBackward(ExceptionInForward):
-    """zero_grad(), then the same batch again."""
+    """It is refused to go on; zero_grad(), then the same batch again."""
 
     phase = "backward"
 
     def recover(self, model: nn.Module, optimizer: Any) -> None:
-        super().recover(model, optimizer)
+        for refused in (optimizer.step, lambda: model(torch.zeros(4, DIM))):
+            with pytest.raises(SwapUsageError, match="zero_grad"):
+                refused()
         optimizer.zero_grad()
 
 
 class ExceptionInEvaluation(ExceptionInForward):
     """In the forward of a batch that nobody trains on."""
 
-    def step(self, model: nn.Module, optimizer: Any, dice: Dice) -> list[float]:
-        model.phase = "forward"
-        try:
-            with torch.no_grad():
-                model(dice.batch())
-        except Interruption:
-            self.recover(model, optimizer)
-        model.phase = None
-        return Program.step(self, model, optimizer, dice)
+    def attempt(self, model: nn.Module, dice: Dice) -> None:
+        with torch.no_grad():
+            self.loss(model, dice)
+
+
+class ExceptionInTheLastMicroBatch(Accumulation):
+    """In its forward; the gradients of the earlier ones are still good."""
+
+    def build(self) -> nn.Module:
+        return Interrupted()
+
+    def before_micro_batch(self, model: nn.Module, *, is_last: bool) -> None:
+        model.set_requires_gradient_sync(is_last)
+        if is_last and isinstance(next(model.parameters())._local_tensor, SwappedTensor):
+            model.phase = "forward"
+            with pytest.raises(Interruption):
+                model(torch.zeros(4, DIM))
+            model.phase = None
 
 
 # --- meshes --------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from nvmeswap import SwapError
 from nvmeswap.errors import SwapUsageError
 from tests.oracle import first_difference
+from tests.zero3 import programs
 from tests.zero3.cases import Case, build, run_in_ram, run_swapped
 
 LAUNCH_TIMEOUT_S = 240
@@ -53,6 +54,19 @@ def equals_ram(nvme_path: Path, cases: list[Case]) -> None:
     for case in cases:
         difference = first_difference(run_swapped(case, nvme_path), run_in_ram(case))
         assert difference is None, f"{case}: {difference}"
+
+
+def programs_equal_ram(nvme_path: Path, names: dict[str, int]) -> None:
+    """Programs by name, each with its number of slots."""
+    import tests.zero3.loops
+    import tests.zero3.structures  # noqa: F401
+
+    torch.set_num_threads(1)
+    for name, buffer_count in names.items():
+        program = programs.Program.known[name]()
+        ours = programs.run_swapped(program, nvme_path, buffer_count)
+        difference = first_difference(ours, programs.run_in_ram(program))
+        assert difference is None, f"{name}: {difference}"
 
 
 def one_rank_reads_garbage(nvme_path: Path) -> str:
@@ -153,8 +167,8 @@ def set_up_fails_on_rank_1(nvme_path: Path) -> str:
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     each.__name__: each
     for each in (
-        equals_ram, one_rank_is_torn, one_rank_reads_garbage, set_up_fails_on_rank_1,
-        void_pass_is_refused,
+        equals_ram, one_rank_is_torn, one_rank_reads_garbage, programs_equal_ram,
+        set_up_fails_on_rank_1, void_pass_is_refused,
     )
 }
 

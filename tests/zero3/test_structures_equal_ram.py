@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,33 @@ import tests.zero3.loops
 import tests.zero3.structures  # noqa: F401
 from tests.oracle import first_difference
 from tests.zero3.programs import Program, run_in_ram, run_swapped
+from tests.zero3.ranks import run_ranks
+
+BUFFER_COUNTS = (1, 2, 3, 64)
 
 
-@pytest.mark.parametrize("name", [n for n, p in Program.known.items() if p.mesh_shape is None])
-def test_program_on_one_rank_equals_ram(one_rank: None, tmp_path: Path, name: str) -> None:
+def names_for(ranks: int) -> list[str]:
+    """Programs that any number of ranks can run, and those for a mesh of so many."""
+    return [
+        name
+        for name, program in Program.known.items()
+        if program.mesh_shape is None
+        or program.mesh_shape[0] * program.mesh_shape[-1] == ranks
+    ]
+
+
+@pytest.mark.parametrize("name", names_for(1))
+def test_program_on_one_rank_with_one_slot_equals_ram(
+    one_rank: None, tmp_path: Path, name: str
+) -> None:
+    """field cases N01, N02, N03, N04, D07, D08, D12, E05, P01, P02"""
     program = Program.known[name]()
     difference = first_difference(run_swapped(program, tmp_path, 1), run_in_ram(program))
     assert difference is None
+
+
+def test_programs_on_two_ranks_equal_ram(tmp_path: Path) -> None:
+    """One launch for all, with few and many slots in turn."""
+    run_ranks(
+        2, "programs_equal_ram", tmp_path, names=dict(zip(names_for(2), cycle(BUFFER_COUNTS)))
+    )
