@@ -36,6 +36,13 @@ class Agreement:
         if self._error is None:
             self._error = error
 
+    def is_same_on_all(self, number: int, group: dist.ProcessGroup) -> bool:
+        """One small all-gather over `group`."""
+        mine = torch.tensor([number], dtype=torch.int64, device=self.device)
+        all_numbers = mine.new_empty(dist.get_world_size(group))
+        dist.all_gather_into_tensor(all_numbers, mine, group=group)
+        return bool((all_numbers == number).all())
+
     def raise_if_any_rank_failed(self, *, fix: str) -> None:
         """One small all-gather; raises this rank's own error, or SwapPeerError naming the ranks
         that failed, with the `fix` that goes for all."""

@@ -1,17 +1,46 @@
-"""Calls of nn.Module that would do the wrong thing to swapped parameters without a word."""
+"""Calls of torch that would do the wrong thing to swapped parameters without a word."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nvmeswap.errors import SwapUsageError
+from nvmeswap.swap.swapped import SwappedOptimizer
 from nvmeswap.zero3 import fsdp
 from nvmeswap.zero3.home import ShardedHome
+
+_homes: weakref.WeakSet[ShardedHome] = weakref.WeakSet()
+
+
+def refuse_other_optimizers(home: ShardedHome) -> None:
+    """From here on, another optimizer's `step()` over these parameters raises: their gradients are
+    not in `parameter.grad`, so it would skip them all without a word."""
+    _look_at_every_step()
+    _homes.add(home)
+
+
+@cache
+def _look_at_every_step() -> None:
+    register_optimizer_step_pre_hook(_refuse_if_not_ours)
+
+
+def _refuse_if_not_ours(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if isinstance(optimizer, SwappedOptimizer):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and any(home.owns(parameter) for home in _homes):
+                raise SwapUsageError(
+                    f"{type(optimizer).__name__} was built over parameters that nvmeswap trains",
+                    fix="give nvmeswap.zero3.shard the class, and use the optimizer it returns",
+                )
 
 
 def guard_module_calls(model: nn.Module, home: ShardedHome) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -37,6 +38,12 @@ class ShardedHome:
         self._entries = {id(entry.parameter): entry for entry in entries}
         self._frozen = [entry for entry in entries if not entry.parameter.requires_grad]
         self._versions: dict[str, int] = {}
+        # What was gathered since the last step, in which order: a checksum for each mesh.
+        self._gathered = {
+            group: 0
+            for group in dict.fromkeys(fsdp.shard_group(entry.record) for entry in entries)
+            if group.size() > 1
+        }
         self._is_void = False  # a shard was NaN in the gradients, on some rank; all ranks know
 
     def take_gradient(self, parameter: torch.Tensor) -> None:
@@ -48,6 +55,28 @@ class ShardedHome:
             self.gradients.add(key, fsdp.local_tensor(gradient))
             parameter.grad = None
 
+    def note_gather(self, entry: Entry) -> None:
+        """FSDP2 is about to gather a parameter."""
+        group = fsdp.shard_group(entry.record)
+        if group in self._gathered:
+            self._gathered[group] = zlib.crc32(entry.key.encode(), self._gathered[group])
+
+    def _report_other_order(self) -> None:
+        """Ranks that gather different parameters at the same time get halves of each, if they are
+        of one size, and nobody tells them."""
+        for group, checksum in self._gathered.items():
+            self._gathered[group] = 0
+            if not self._agreement.is_same_on_all(checksum, group):
+                self._agreement.report(
+                    SwapUsageError(
+                        "not all ranks gathered the same parameters in the same order since the "
+                        "last step: they computed with mixed ones",
+                        fix="choose modules that fully_shard was applied to (experts, branches) "
+                        "alike on all ranks, or shard them together with the module around them "
+                        "and call set_reduce_scatter_unused_params(True) on it",
+                    )
+                )
+
     def apply_scale(self, key: str) -> None:
         """Multiply a gradient by the scale that was to be applied at its use: another one is to be
         added, or it is to be clipped again."""
@@ -58,6 +87,10 @@ class ShardedHome:
     @property
     def is_alone(self) -> bool:
         return self._agreement.alone
+
+    def owns(self, parameter: torch.Tensor) -> bool:
+        """True for the parameters of this model, as they were when it was sharded."""
+        return id(parameter) in self._entries
 
     def key_of(self, parameter: torch.Tensor) -> str:
         return self._entry(parameter).key
@@ -129,29 +162,45 @@ class ShardedHome:
     def before_step(self) -> None:
         if self._is_void:
             raise SwapUsageError(
-                "the gradients come from a pass in which a shard could not be read",
+                "the gradients are of no use, as the last step() said",
                 fix="call zero_grad() on all ranks and repeat forward and backward",
             )
-        self.refuse_half_a_pass()
-        thawed = [entry.key for entry in self._frozen if entry.parameter.requires_grad]
-        if thawed:
-            raise SwapUsageError(
-                f"{thawed[0]} was frozen when the model was sharded and has no optimizer state",
-                fix="set requires_grad before nvmeswap.zero3.shard",
-            )
-        half_done = fsdp.gathered_after_backward(self._model)
-        if half_done:
-            raise SwapUsageError(
-                f"backward left {half_done[0]} gathered, with part of its gradient",
-                fix="use checkpoint(..., use_reentrant=False) around a block that is used twice",
-            )
+        misuse = self._misuse()
+        if misuse is not None:
+            self._agreement.report(misuse)
+        self._report_other_order()
         try:
             self._agreement.raise_if_any_rank_failed(
                 fix="call zero_grad() on all ranks and repeat forward and backward"
             )
         except SwapError:
-            self._is_void = True
+            self._is_void = misuse is None
             raise
+
+    def _misuse(self) -> SwapUsageError | None:
+        """What the user did to the model that would train it wrongly without a word."""
+        thawed = [entry.key for entry in self._frozen if entry.parameter.requires_grad]
+        if thawed:
+            return SwapUsageError(
+                f"{thawed[0]} was frozen when the model was sharded and has no optimizer state",
+                fix="set requires_grad before nvmeswap.zero3.shard",
+            )
+        for entry in self._entries.values():
+            if not fsdp.is_in_its_place(entry.record, entry.parameter):
+                return SwapUsageError(
+                    f"{entry.key} was replaced by another parameter, which nobody trains",
+                    fix="change values with copy_ or load_state_dict (without assign), and modules "
+                    "before nvmeswap.zero3.shard",
+                )
+        if fsdp.backward_was_cut_short(self._model):
+            return self._half_a_pass()
+        half_done = fsdp.gathered_after_backward(self._model)
+        if half_done:
+            return SwapUsageError(
+                f"backward left {half_done[0]} gathered, with part of its gradient",
+                fix="use checkpoint(..., use_reentrant=False) around a block that is used twice",
+            )
+        return None
 
     def after_step(self, error: SwapError | None) -> None:
         if error is not None:
@@ -173,10 +222,14 @@ class ShardedHome:
     def refuse_half_a_pass(self) -> None:
         """Raise if FSDP2 is still in the middle of a backward that an error ended."""
         if fsdp.backward_was_cut_short(self._model):
-            raise SwapUsageError(
-                "the last backward was ended by an error",
-                fix="call optimizer.zero_grad() first, then repeat forward and backward",
-            )
+            raise self._half_a_pass()
+
+    @staticmethod
+    def _half_a_pass() -> SwapUsageError:
+        return SwapUsageError(
+            "the last backward was ended by an error",
+            fix="call optimizer.zero_grad() first, then repeat forward and backward",
+        )
 
     def zero_gradients(
         self, *, set_to_none: bool, parameters: Iterable[torch.Tensor] | None = None

@@ -84,6 +84,7 @@ class ZeroSwap:
         """Called by FSDP2 before an all-gather; a failed read gives NaN here and an error on all
         ranks at the next `optimizer.step()`, or at once if there is one rank."""
         entry = self._entry(key)
+        self._home.note_gather(entry)
         spec = self._shards.spec(key)
         flat = torch.empty(entry.padded_shape.numel(), dtype=spec.dtype, device=_device_of(entry))
         try:

@@ -69,6 +69,29 @@ def programs_equal_ram(nvme_path: Path, names: dict[str, int]) -> None:
         assert difference is None, f"{name}: {difference}"
 
 
+def ranks_choose_other_experts(nvme_path: Path) -> list[str]:
+    """Each rank runs another of two experts that are groups of their own; returns the names of the
+    errors of two steps."""
+    from tests.zero3.structures import ExpertsEachInAGroup
+
+    import nvmeswap.zero3
+
+    program = ExpertsEachInAGroup()
+    model, mesh = programs.sharded(program)
+    model, optimizer = nvmeswap.zero3.shard(model, programs.config(program, nvme_path), mesh)
+    raised = []
+    for step in range(3):
+        for block in model.blocks:
+            block.chosen = [dist.get_rank() if step == 0 else 2]
+        model(torch.ones(4, programs.DIM)).sum().backward()
+        try:
+            optimizer.step()
+        except SwapError as error:
+            raised.append(type(error).__name__)
+        optimizer.zero_grad()
+    return raised
+
+
 def one_rank_reads_garbage(nvme_path: Path) -> str:
     """Rank 1's parameter file is damaged between two steps; returns the error's class name."""
     import nvmeswap.zero3
@@ -168,7 +191,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     each.__name__: each
     for each in (
         equals_ram, one_rank_is_torn, one_rank_reads_garbage, programs_equal_ram,
-        set_up_fails_on_rank_1, void_pass_is_refused,
+        ranks_choose_other_experts, set_up_fails_on_rank_1, void_pass_is_refused,
     )
 }
 

@@ -41,3 +41,11 @@ def test_programs_on_two_ranks_equal_ram(tmp_path: Path) -> None:
     run_ranks(
         2, "programs_equal_ram", tmp_path, names=dict(zip(names_for(2), cycle(BUFFER_COUNTS)))
     )
+
+
+def test_experts_in_groups_of_their_own_that_ranks_choose_differently_are_refused(
+    tmp_path: Path,
+) -> None:
+    """FSDP2 gathers half of each of two experts then, without a word. The next steps are good."""
+    raised = run_ranks(2, "ranks_choose_other_experts", tmp_path)
+    assert raised == [["SwapUsageError"]] * 2
