@@ -8,10 +8,13 @@ ends: what failed in it on one rank is raised on all, and all can call `step()` 
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 
-from nvmeswap.errors import SwapError, SwapPeerError
+from nvmeswap.errors import SwapError, SwapPeerError, SwapUsageError
 
 
 class Agreement:
@@ -61,3 +64,36 @@ class Agreement:
             raise SwapPeerError(
                 "another rank could not go on", ranks=failed, fix=f"see its error; {fix}"
             )
+
+
+class GatherOrder:
+    """Which parameters were gathered since the last step, and in which order.
+
+    Ranks that gather different parameters at the same time (each runs another expert, each expert
+    being a group of FSDP2's of its own) get parts of each, if they are of one size, and nobody
+    tells them. So each rank keeps a checksum of its order, and they are compared in `step()`.
+    """
+
+    def __init__(self, agreement: Agreement, groups: Iterable[dist.ProcessGroup]) -> None:
+        self._agreement = agreement
+        self._checksums = {group: 0 for group in groups if group.size() > 1}
+
+    def note(self, key: str, group: dist.ProcessGroup) -> None:
+        """`key` is about to be gathered over `group`."""
+        if group in self._checksums:
+            self._checksums[group] = zlib.crc32(key.encode(), self._checksums[group])
+
+    def report_differences(self) -> None:
+        """To the agreement; on all ranks. From here on the next step is noted."""
+        for group, checksum in self._checksums.items():
+            self._checksums[group] = 0
+            if not self._agreement.is_same_on_all(checksum, group):
+                self._agreement.report(
+                    SwapUsageError(
+                        "not all ranks gathered the same parameters in the same order since the "
+                        "last step: they computed with mixed ones",
+                        fix="choose modules that fully_shard was applied to (experts, branches) "
+                        "alike on all ranks, or shard them together with the module around them "
+                        "and call set_reduce_scatter_unused_params(True) on it",
+                    )
+                )

@@ -106,6 +106,12 @@ def local_tensor(sharded: torch.Tensor) -> torch.Tensor:
     return local
 
 
+def set_local_tensor(gradient: torch.Tensor, local: torch.Tensor) -> None:
+    """Put `local` into the place of the rank's own part of a gradient."""
+    assert isinstance(gradient, DTensor)
+    gradient._local_tensor = local
+
+
 def replace_local_tensor(record: Any, local: torch.Tensor, padded_flat: torch.Tensor) -> None:
     """Put `local` into the place of the rank's part, `padded_flat` into that of its padded copy
     (read only if FSDP2 ever loses the all-gather methods). Nothing else holds what was there."""
@@ -174,7 +180,8 @@ def abandon_forward(model: nn.Module) -> None:
     root's part, and compute with parameters that are still gathered. Gradients of earlier passes
     stay. (Before torch 2.13 there is no call for it; there the next forward was seen to be right
     unless parameters are updated in between.)"""
-    if in_backward() or model._get_fsdp_state()._training_state.name != "FORWARD":  # type: ignore[operator,union-attr]
+    state: Any = model._get_fsdp_state()  # type: ignore[operator]
+    if in_backward() or state._training_state.name != "FORWARD":
         return
     reset: Callable[[], None] | None = getattr(model, "reset_iter_state", None)
     if reset is not None:
@@ -184,9 +191,9 @@ def abandon_forward(model: nn.Module) -> None:
             group._partial_reduce_output = partial_sum
 
 
-def gather_once_outside_inference_mode(model: nn.Module) -> bool:
+def gather_once_outside_inference_mode(model: nn.Module) -> None:
     """Make the buffers of groups that were never gathered, one group at a time: made in inference
-    mode they would be of no use for training later. Collective; True if there were any."""
+    mode they would be of no use for training later. Collective."""
     new = [
         module
         for module in fsdp_modules(model)
@@ -200,14 +207,21 @@ def gather_once_outside_inference_mode(model: nn.Module) -> bool:
         for module in new:
             module.unshard()
             module.reshard()
-    return bool(new)
+
+
+def ways_to_see(record: Any) -> list[nn.Parameter]:
+    """The parameters that its module may show: the sharded one, or while it is gathered another."""
+    seen = [record.sharded_param]
+    if hasattr(record, "_unsharded_param"):
+        seen.append(record._unsharded_param)
+    return seen
 
 
 def is_in_its_place(record: Any, parameter: nn.Parameter) -> bool:
     """False if somebody gave the module another parameter instead (load_state_dict(assign=True),
     setattr)."""
     info = record._module_info
-    mine = (parameter, getattr(record, "_unsharded_param", parameter))
+    mine = ways_to_see(record)
     modules = (info.module, *info.shared_modules)
     names = (info.param_name, *info.shared_param_names)
     return record.sharded_param is parameter and all(

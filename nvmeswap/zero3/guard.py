@@ -53,8 +53,7 @@ def guard_module_calls(model: nn.Module, home: ShardedHome) -> None:
     - a forward after a backward that an error ended raises, one that an error ends leaves FSDP2
       clean, and the first one may be in inference mode.
     """
-    model.register_forward_pre_hook(partial(_before_forward, home), prepend=True)
-    model.register_forward_hook(_after_forward, always_call=True)
+    _watch_forward(model, home)
     for module in model.modules():
         kinds = {(p.dtype, p.device) for p in module.parameters()}
         if kinds:
@@ -102,13 +101,15 @@ def _refuse_assignment(
         )
 
 
-@torch.compiler.disable
-def _before_forward(home: ShardedHome, model: nn.Module, _: Any) -> None:
-    if torch.is_inference_mode_enabled():
-        fsdp.gather_once_outside_inference_mode(model)
-    home.refuse_half_a_pass()
+def _watch_forward(model: nn.Module, home: ShardedHome) -> None:
+    def before(module: nn.Module, _: Any) -> None:
+        if torch.is_inference_mode_enabled():
+            fsdp.gather_once_outside_inference_mode(module)
+        home.refuse_half_a_pass()
 
+    def after(module: nn.Module, *_: Any) -> None:
+        fsdp.abandon_forward(module)
 
-@torch.compiler.disable
-def _after_forward(model: nn.Module, *_: Any) -> None:
-    fsdp.abandon_forward(model)
+    disable = torch.compiler.disable  # there is nothing in them to compile
+    model.register_forward_pre_hook(disable(before), prepend=True)
+    model.register_forward_hook(disable(after), always_call=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -16,8 +15,10 @@ from nvmeswap.swap.home import refuse_odd_dtype
 from nvmeswap.swap.params import PartitionedParamSwapper
 from nvmeswap.swap.sub_group import STATE_DTYPE, MasterForm, StateItem
 from nvmeswap.zero3 import fsdp
-from nvmeswap.zero3.agreement import Agreement
+from nvmeswap.zero3.agreement import Agreement, GatherOrder
 from nvmeswap.zero3.entries import Entry
+from nvmeswap.zero3.gradient import HeldGradient
+from nvmeswap.zero3.tensor import ShardHandle, register_source
 
 
 class ShardedHome:
@@ -36,46 +37,63 @@ class ShardedHome:
         self._model = model
         self._agreement = agreement
         self._entries = {id(entry.parameter): entry for entry in entries}
+        self._number = register_source(self)
         self._frozen = [entry for entry in entries if not entry.parameter.requires_grad]
         self._versions: dict[str, int] = {}
-        # What was gathered since the last step, in which order: a checksum for each mesh.
-        self._gathered = {
-            group: 0
-            for group in dict.fromkeys(fsdp.shard_group(entry.record) for entry in entries)
-            if group.size() > 1
-        }
+        self.gather_order = GatherOrder(
+            agreement, [fsdp.shard_group(entry.record) for entry in entries]
+        )
         self._is_void = False  # a shard was NaN in the gradients, on some rank; all ranks know
 
     def take_gradient(self, parameter: torch.Tensor) -> None:
-        """FSDP2 has reduced a gradient: add it to the host's, and free the device's."""
+        """FSDP2 has reduced a gradient: to the host with it, and free the device's. What is added
+        to one that is held comes by `add_to_gradient`."""
         gradient = parameter.grad
-        if gradient is not None:
-            key = self._entry(parameter).key
-            self.apply_scale(key)
-            self.gradients.add(key, fsdp.local_tensor(gradient))
-            parameter.grad = None
+        if gradient is None:
+            return
+        local = fsdp.local_tensor(gradient)
+        if isinstance(local, HeldGradient):
+            return
+        key = self._entry(parameter).key
+        self._forget([key])  # an earlier one, that the user has dropped
+        self.gradients.add(key, local)
+        held = HeldGradient(
+            ShardHandle(self._number, key), shape=local.shape, dtype=local.dtype, device=local.device
+        )
+        fsdp.set_local_tensor(gradient, held)
 
-    def note_gather(self, entry: Entry) -> None:
-        """FSDP2 is about to gather a parameter."""
-        group = fsdp.shard_group(entry.record)
-        if group in self._gathered:
-            self._gathered[group] = zlib.crc32(entry.key.encode(), self._gathered[group])
+    def follow_the_user(self) -> None:
+        """`parameter.grad` is what counts: None is no gradient, whatever is held."""
+        for entry in self._entries.values():
+            if entry.parameter.grad is not None:
+                self.take_gradient(entry.parameter)
+            elif entry.key in self.gradients:
+                self._forget([entry.key])
 
-    def _report_other_order(self) -> None:
-        """Ranks that gather different parameters at the same time get halves of each, if they are
-        of one size, and nobody tells them."""
-        for group, checksum in self._gathered.items():
-            self._gathered[group] = 0
-            if not self._agreement.is_same_on_all(checksum, group):
-                self._agreement.report(
-                    SwapUsageError(
-                        "not all ranks gathered the same parameters in the same order since the "
-                        "last step: they computed with mixed ones",
-                        fix="choose modules that fully_shard was applied to (experts, branches) "
-                        "alike on all ranks, or shard them together with the module around them "
-                        "and call set_reduce_scatter_unused_params(True) on it",
-                    )
-                )
+    def _forget(self, keys: Sequence[str]) -> None:
+        self.gradients.clear(keys)
+        for key in keys:
+            self.pending_scales.pop(key, None)
+
+    # --- GradientSource -----------------------------------------------------------------------
+
+    def gradient_values(self, key: str) -> torch.Tensor:
+        self.apply_scale(key)
+        values = self.gradients.get(key)
+        if values is None:
+            raise SwapUsageError(
+                f"the gradient of {key} was forgotten", fix="read it before zero_grad() and close()"
+            )
+        return values
+
+    def add_to_gradient(self, key: str, values: torch.Tensor) -> None:
+        self.apply_scale(key)
+        self.gradients.add(key, values)
+
+    def gradient_was_edited(self, key: str) -> None:
+        self.gradients.was_edited(key)
+
+    # --- ParameterHome ------------------------------------------------------------------------
 
     def apply_scale(self, key: str) -> None:
         """Multiply a gradient by the scale that was to be applied at its use: another one is to be
@@ -165,10 +183,11 @@ class ShardedHome:
                 "the gradients are of no use, as the last step() said",
                 fix="call zero_grad() on all ranks and repeat forward and backward",
             )
+        self.follow_the_user()
         misuse = self._misuse()
         if misuse is not None:
             self._agreement.report(misuse)
-        self._report_other_order()
+        self.gather_order.report_differences()
         try:
             self._agreement.raise_if_any_rank_failed(
                 fix="call zero_grad() on all ranks and repeat forward and backward"
@@ -238,14 +257,21 @@ class ShardedHome:
         if is_cut_short:
             fsdp.abandon_backward(self._model)
         if parameters is None or is_cut_short or self._is_void:
-            keys = None
+            entries = list(self._entries.values())
         else:
-            keys = [self._entries[id(p)].key for p in parameters if id(p) in self._entries]
+            wanted = set(map(id, parameters))
+            entries = [
+                entry
+                for entry in self._entries.values()
+                if not wanted.isdisjoint(map(id, fsdp.ways_to_see(entry.record)))
+            ]
         self._is_void = False
         if set_to_none:
-            self.gradients.clear(keys)
+            self._forget([entry.key for entry in entries])
+            for entry in entries:
+                entry.parameter.grad = None
         else:
-            self.gradients.zero(keys)
+            self.gradients.zero(entry.key for entry in entries)
 
     def _entry(self, parameter: torch.Tensor) -> Entry:
         return self._entries[id(parameter)]

@@ -60,6 +60,7 @@ class ShardedOptimizer(SwappedOptimizer):
         home = self._home
         assert isinstance(home, ShardedHome)
         home.pending_scales = self._scales
+        home.follow_the_user()
         keys = [key for key in self._by_key if home.gradients.get(key) is not None]
         for key in keys:
             home.apply_scale(key)

@@ -84,7 +84,7 @@ class ZeroSwap:
         """Called by FSDP2 before an all-gather; a failed read gives NaN here and an error on all
         ranks at the next `optimizer.step()`, or at once if there is one rank."""
         entry = self._entry(key)
-        self._home.note_gather(entry)
+        self._home.gather_order.note(key, fsdp.shard_group(entry.record))
         spec = self._shards.spec(key)
         flat = torch.empty(entry.padded_shape.numel(), dtype=spec.dtype, device=_device_of(entry))
         try:

@@ -72,9 +72,8 @@ def programs_equal_ram(nvme_path: Path, names: dict[str, int]) -> None:
 def ranks_choose_other_experts(nvme_path: Path) -> list[str]:
     """Each rank runs another of two experts that are groups of their own; returns the names of the
     errors of two steps."""
-    from tests.zero3.structures import ExpertsEachInAGroup
-
     import nvmeswap.zero3
+    from tests.zero3.structures import ExpertsEachInAGroup
 
     program = ExpertsEachInAGroup()
     model, mesh = programs.sharded(program)
