@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -59,6 +60,65 @@ class AccumulationGatheredInBetween(Accumulation):
 class AccumulationTellingTheLast(Accumulation):
     def before_micro_batch(self, model: nn.Module, *, is_last: bool) -> None:
         model.set_is_last_backward(is_last)
+
+
+# --- gradients in users' hands -------------------------------------------------------------------
+
+
+class ClippedByTorch(Accumulation):
+    """torch's own function, by norm and by value; gradients are looked at and changed."""
+
+    def update(self, model: nn.Module, optimizer: Any) -> list[float]:
+        parameters = list(model.parameters())
+        nn.utils.clip_grad_value_(parameters, 0.02)
+        total = nn.utils.clip_grad_norm_(parameters, 0.1).full_tensor()
+        numbers = [p.grad.norm().full_tensor().item() for p in parameters]
+        parameters[1].grad.mul_(0.5)
+        parameters[3].grad = None
+        self.clips = False
+        return [total.item(), *numbers, *super().update(model, optimizer)]
+
+
+class ForgottenByHand(Accumulation):
+    """`p.grad = None` in a loop over the parameters, and in the middle of the micro-batches."""
+
+    clips = False
+
+    def before_micro_batch(self, model: nn.Module, *, is_last: bool) -> None:
+        if is_last:
+            for parameter in model.parameters():
+                parameter.grad = None
+
+    def update(self, model: nn.Module, optimizer: Any) -> list[float]:
+        optimizer.step()
+        for parameter in model.parameters():
+            parameter.grad = None
+        return []
+
+
+class ZeroedInPlace(Program):
+    def update(self, model: nn.Module, optimizer: Any) -> list[float]:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        return [p.grad.abs().sum().full_tensor().item() for p in model.parameters()]
+
+
+class ScaledByTorch(Program):
+    """GradScaler, with a loss that overflows once, on one rank."""
+
+    steps = 4
+
+    def step(self, model: nn.Module, optimizer: Any, dice: Dice) -> list[float]:
+        if not hasattr(self, "scaler"):
+            self.scaler, self.turn = torch.amp.GradScaler("cpu", init_scale=4.0), 0
+        self.turn += 1
+        overflows = self.turn == 2 and dist.get_rank() == 0
+        loss = self.loss(model, dice) * (float("inf") if overflows else 1.0)
+        self.scaler.scale(loss).backward()
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        optimizer.zero_grad()
+        return [self.scaler.get_scale()]
 
 
 # --- evaluation ----------------------------------------------------------------------------------

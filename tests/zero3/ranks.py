@@ -63,9 +63,9 @@ def programs_equal_ram(nvme_path: Path, names: dict[str, int]) -> None:
 
     torch.set_num_threads(1)
     for name, buffer_count in names.items():
-        program = programs.Program.known[name]()
-        ours = programs.run_swapped(program, nvme_path, buffer_count)
-        difference = first_difference(ours, programs.run_in_ram(program))
+        program = programs.Program.known[name]
+        ours = programs.run_swapped(program(), nvme_path, buffer_count)
+        difference = first_difference(ours, programs.run_in_ram(program()))
         assert difference is None, f"{name}: {difference}"
 
 

@@ -1,4 +1,4 @@
-"""`parameter.grad` shows the gradient that is in host memory, and setting it to None forgets it."""
+"""`parameter.grad` shows the gradient that is in host memory. (loops.py has training with it.)"""
 
 from __future__ import annotations
 
@@ -13,80 +13,7 @@ from torch import nn
 
 import nvmeswap.zero3
 from nvmeswap.errors import SwapUsageError
-from tests.oracle import first_difference
-from tests.zero3.loops import Accumulation
-from tests.zero3.programs import (
-    Dice,
-    Program,
-    config,
-    run_in_ram,
-    run_swapped,
-    sharded,
-)
-
-
-class ClippedByTorch(Accumulation):
-    """torch's own function, by norm and by value; gradients are looked at and changed."""
-
-    def update(self, model: nn.Module, optimizer: Any) -> list[float]:
-        parameters = list(model.parameters())
-        nn.utils.clip_grad_value_(parameters, 0.02)
-        total = nn.utils.clip_grad_norm_(parameters, 0.1).full_tensor()
-        numbers = [p.grad.norm().full_tensor().item() for p in parameters]
-        parameters[1].grad.mul_(0.5)
-        parameters[3].grad = None
-        self.clips = False
-        return [total.item(), *numbers, *super().update(model, optimizer)]
-
-
-class ForgottenByHand(Accumulation):
-    """`p.grad = None` in a loop over the parameters, and in the middle of the micro-batches."""
-
-    clips = False
-
-    def before_micro_batch(self, model: nn.Module, *, is_last: bool) -> None:
-        if is_last:
-            for parameter in model.parameters():
-                parameter.grad = None
-
-    def update(self, model: nn.Module, optimizer: Any) -> list[float]:
-        optimizer.step()
-        for parameter in model.parameters():
-            parameter.grad = None
-        return []
-
-
-class ZeroedInPlace(Program):
-    def update(self, model: nn.Module, optimizer: Any) -> list[float]:
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-        return [p.grad.abs().sum().full_tensor().item() for p in model.parameters()]
-
-
-class ScaledByTorch(Program):
-    """GradScaler, with a loss that overflows once."""
-
-    steps = 4
-
-    def step(self, model: nn.Module, optimizer: Any, dice: Dice) -> list[float]:
-        if not hasattr(self, "scaler"):
-            self.scaler, self.turn = torch.amp.GradScaler("cpu", init_scale=4.0), 0
-        self.turn += 1
-        loss = self.loss(model, dice) * (float("inf") if self.turn == 2 else 1.0)
-        self.scaler.scale(loss).backward()
-        self.scaler.step(optimizer)
-        self.scaler.update()
-        optimizer.zero_grad()
-        return [self.scaler.get_scale()]
-
-
-@pytest.mark.parametrize("program", [ClippedByTorch, ForgottenByHand, ZeroedInPlace])
-def test_what_users_do_to_gradients_counts(
-    one_rank: None, tmp_path: Path, program: type[Program]
-) -> None:
-    """field case D10"""
-    difference = first_difference(run_swapped(program(), tmp_path, 1), run_in_ram(program()))
-    assert difference is None
+from tests.zero3.programs import Program, config, sharded
 
 
 @pytest.fixture

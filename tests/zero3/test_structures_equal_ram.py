@@ -31,8 +31,8 @@ def test_program_on_one_rank_with_one_slot_equals_ram(
     one_rank: None, tmp_path: Path, name: str
 ) -> None:
     """field cases N01, N02, N03, N04, D07, D08, D12, E05, P01, P02"""
-    program = Program.known[name]()
-    difference = first_difference(run_swapped(program, tmp_path, 1), run_in_ram(program))
+    program = Program.known[name]
+    difference = first_difference(run_swapped(program(), tmp_path, 1), run_in_ram(program()))
     assert difference is None
 
 
