@@ -57,9 +57,8 @@ class ShardedHome:
         key = self._entry(parameter).key
         self._forget([key])  # an earlier one, that the user has dropped
         self.gradients.add(key, local)
-        held = HeldGradient(
-            ShardHandle(self._number, key), shape=local.shape, dtype=local.dtype, device=local.device
-        )
+        handle = ShardHandle(self._number, key)
+        held = HeldGradient(handle, shape=local.shape, dtype=local.dtype, device=local.device)
         fsdp.set_local_tensor(gradient, held)
 
     def follow_the_user(self) -> None:

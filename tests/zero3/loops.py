@@ -253,6 +253,7 @@ class ExceptionInBackward(ExceptionInForward):
     """It is refused to go on; zero_grad(), then the same batch again."""
 
     phase = "backward"
+    needs = "reset_iter_state"
 
     def recover(self, model: nn.Module, optimizer: Any) -> None:
         for refused in (optimizer.step, lambda: model(torch.zeros(4, DIM))):

@@ -6,6 +6,7 @@ differs between them is ours. The programs are in `structures.py` (models) and `
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import gelu
 
 import nvmeswap.zero3
@@ -78,9 +79,16 @@ class Program:
     policy = MixedPrecisionPolicy()
     mesh_shape: tuple[int, ...] | None = None
     min_swap_nbytes = 0
+    needs: str | None = None  # a method of FSDPModule that is in newer torch only
 
     def __init_subclass__(cls) -> None:
         Program.known[cls.__name__] = cls
+
+    @classmethod
+    def runs_on(cls, ranks: int) -> bool:
+        """On this torch and so many ranks."""
+        fits = cls.mesh_shape is None or math.prod(cls.mesh_shape) == ranks
+        return fits and (cls.needs is None or hasattr(FSDPModule, cls.needs))
 
     def build(self) -> nn.Module:
         return Stack()
@@ -170,7 +178,10 @@ def config(program: Program, nvme_path: Path, buffer_count: int = 2) -> dict[str
 
 def check_slots(stats: SwapStats) -> None:
     """Every slot is free, or held by a shard that knows of it."""
-    pool = stats.pools["parameters"]
+    pool = stats.pools.get("parameters")
+    if pool is None:  # all shards of this rank are empty
+        assert stats.params.nvme_nbytes == 0
+        return
     assert pool.in_use_count == stats.params.held_slot_count
     assert pool.free_count + pool.in_use_count == pool.slot_count
 

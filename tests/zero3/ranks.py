@@ -29,7 +29,7 @@ LAUNCH_TIMEOUT_S = 240
 
 
 def run_ranks(ranks: int, name: str, folder: Path, **arguments: Any) -> list[Any]:
-    """Results by rank; fails with the traceback of the first rank that has one."""
+    """Results by rank; fails with the tracebacks of all ranks that have one."""
     (folder / "arguments").write_bytes(pickle.dumps(arguments))
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone",
@@ -39,13 +39,14 @@ def run_ranks(ranks: int, name: str, folder: Path, **arguments: Any) -> list[Any
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=LAUNCH_TIMEOUT_S
     )
-    results = []
+    results, failures = [], ""
     for rank in range(ranks):
         path = folder / f"result{rank}"
-        assert path.exists(), done.stdout[-2000:] + done.stderr[-4000:]
+        assert path.exists(), failures + done.stdout[-2000:] + done.stderr[-4000:]
         failure, result = pickle.loads(path.read_bytes())
-        assert failure is None, f"rank {rank}: {failure}"
+        failures += "" if failure is None else f"rank {rank}: {failure}\n"
         results.append(result)
+    assert not failures, failures
     return results
 
 
@@ -56,8 +57,9 @@ def equals_ram(nvme_path: Path, cases: list[Case]) -> None:
         assert difference is None, f"{case}: {difference}"
 
 
-def programs_equal_ram(nvme_path: Path, names: dict[str, int]) -> None:
-    """Programs by name, each with its number of slots."""
+def programs_equal_ram(nvme_path: Path, names: dict[str, int]) -> list[str]:
+    """Programs by name, each with its number of slots; returns what `ranks_choose_other_experts`
+    does."""
     import tests.zero3.loops
     import tests.zero3.structures  # noqa: F401
 
@@ -67,11 +69,12 @@ def programs_equal_ram(nvme_path: Path, names: dict[str, int]) -> None:
         ours = programs.run_swapped(program(), nvme_path, buffer_count)
         difference = first_difference(ours, programs.run_in_ram(program()))
         assert difference is None, f"{name}: {difference}"
+    return ranks_choose_other_experts(nvme_path)
 
 
 def ranks_choose_other_experts(nvme_path: Path) -> list[str]:
-    """Each rank runs another of two experts that are groups of their own; returns the names of the
-    errors of two steps."""
+    """Each rank runs another expert in the first of three steps, each expert being a group of its
+    own; returns the names of the errors."""
     import nvmeswap.zero3
     from tests.zero3.structures import ExpertsEachInAGroup
 
@@ -190,7 +193,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     each.__name__: each
     for each in (
         equals_ram, one_rank_is_torn, one_rank_reads_garbage, programs_equal_ram,
-        ranks_choose_other_experts, set_up_fails_on_rank_1, void_pass_is_refused,
+        set_up_fails_on_rank_1,
+        void_pass_is_refused,
     )
 }
 

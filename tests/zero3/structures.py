@@ -235,6 +235,8 @@ class ExpertsEachInAGroup(ExpertsWithTheirBlock):
 class ExpertsChosenByEachRank(ExpertsWithTheirBlock):
     """Ranks differ: FSDP2 serves that within a group, told to reduce what is unused."""
 
+    needs = "set_reduce_scatter_unused_params"
+
     def group(self, model: nn.Module, mesh: DeviceMesh) -> None:
         super().group(model, mesh)
         for module in [*model.blocks, model]:
@@ -318,6 +320,8 @@ class HeadOutside(LanguageModel):
 
 class ChunkedLoss(TiedOnTheRoot):
     """A group of two modules, the second called once for each chunk: gradients fire each time."""
+
+    needs = "reset_iter_state"  # a group of which a part runs, since the same version
 
     def build(self) -> nn.Module:
         return HeadOutside()
