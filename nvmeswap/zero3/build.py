@@ -22,7 +22,7 @@ from nvmeswap.swap.sub_group import SubGroupLayout
 from nvmeswap.zero3 import fsdp
 from nvmeswap.zero3.agreement import Agreement
 from nvmeswap.zero3.entries import Entry, entries_of
-from nvmeswap.zero3.guard import guard_module_calls
+from nvmeswap.zero3.guard import guard_module_calls, refuse_other_optimizers
 from nvmeswap.zero3.home import ShardedHome
 from nvmeswap.zero3.optimizer import ShardedOptimizer
 from nvmeswap.zero3.placement import keep_resident
@@ -122,6 +122,7 @@ def _let_go(
         if entry.parameter.requires_grad:
             entry.parameter.register_post_accumulate_grad_hook(home.take_gradient)
     guard_module_calls(model, home)
+    refuse_other_optimizers(home)
 
 
 def _pools(

@@ -175,6 +175,7 @@ class ShardedOptimizer(SwappedOptimizer):
         """Of the gradients there are; scales that wait for their use are applied."""
         home = self._sharded_home
         home.pending_scales = self._scales
+        home.follow_the_user()
         keys = [key for key in self._by_key if home.gradients.get(key) is not None]
         for key in keys:
             home.apply_scale(key)
