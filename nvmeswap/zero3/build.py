@@ -140,6 +140,7 @@ def _let_go(
             optimizer.swap.take_over(entry)
         if entry.parameter.requires_grad:
             entry.parameter.register_post_accumulate_grad_hook(home.take_gradient)
+    optimizer.take_parameters_as_they_are()
     guard_module_calls(model, home)
 
 

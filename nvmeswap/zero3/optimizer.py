@@ -32,6 +32,10 @@ class ShardedOptimizer(SwappedOptimizer):
             fix="leave them out; nvmeswap.SwappedOptimizer has them",
         )
 
+    def take_parameters_as_they_are(self) -> None:
+        """Called when the model is built: those that were on meta have come to their device."""
+        self._own(self._trained())
+
     def close(self) -> None:
         """As `swap.close()`."""
         super().close()
