@@ -37,7 +37,7 @@ from nvmeswap.zero3.weights import Weights, names_in_files
 # Elements written at a time; where they are converted, two such pieces are in memory besides.
 _PIECE_NUMEL = 1 << 22
 # Freed memory goes back to the system whenever it is so much.
-_RELEASE_NBYTES = 32 << 20
+_RELEASE_NBYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from nvmeswap.zero3.entries import plain_name
 
 _INDEX = "*.safetensors.index.json"
 # Elements read at a time where they are converted: what that takes besides the result.
-_PIECE_NUMEL = 1 << 20
+_PIECE_NUMEL = 1 << 18
 
 
 class Weights:
