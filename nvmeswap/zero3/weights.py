@@ -92,8 +92,8 @@ def names_in_files(model: nn.Module, weights: Weights) -> dict[int, str]:
     """For the id of each parameter and persistent buffer its name in the files; of tied names, the
     first one that is there.
 
-    Raises SwapManifestError, its `field` the name, for one that the files or the model lack, or
-    whose shape differs.
+    Raises SwapManifestError, its `field` the name, for one that the files or the model lack, whose
+    shape differs, or that is an integer on one side only (as quantised weights are).
     """
     stored = weights.tensors
     found: dict[int, str] = {}
@@ -106,9 +106,13 @@ def names_in_files(model: nn.Module, weights: Weights) -> dict[int, str]:
         if name not in stored:
             missing.setdefault(id(tensor), name)
             continue
-        if stored[name].shape != tuple(tensor.shape):
+        there, here = stored[name], TensorShape(tensor.dtype, tuple(tensor.shape))
+        if there.shape != here.shape or (
+            there.dtype.is_floating_point != here.dtype.is_floating_point
+        ):
             raise SwapManifestError(
-                f"{name} is {stored[name].shape} in the file, {tuple(tensor.shape)} in the model",
+                f"{name} is {there.dtype} {there.shape} in the file, {here.dtype} {here.shape} in "
+                "the model",
                 field=name, path=weights.file_of(name), fix="give the weights of this very model",
             )
         found[id(tensor)] = name

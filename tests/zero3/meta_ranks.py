@@ -10,6 +10,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 
 import nvmeswap.zero3
 from nvmeswap import SwapError
@@ -70,7 +73,27 @@ def from_meta(nvme_path: Path) -> list[str]:
         case = Case(bf16=bf16, steps=2)
         difference = first_difference(run_from_meta(case, nvme_path, **values), run_in_ram(case))
         assert difference is None, f"{case}, {values}: {difference}"
+    _columns(nvme_path, nvme_path.parent / "columns.safetensors")
     return _errors(nvme_path, folder)
+
+
+def _columns(nvme_path: Path, path: Path) -> None:
+    """A rank's part is not one piece of the file."""
+    torch.manual_seed(0)
+    expected = nn.Linear(64, 40, bias=False)
+    if dist.get_rank() == 0:
+        save_file(expected.state_dict(), path)
+    dist.barrier()
+    for values in ({}, {"weights": path}):
+        torch.manual_seed(0)
+        model = fully_shard(
+            nn.Linear(64, 40, bias=False, device="meta"),
+            mesh=init_device_mesh("cpu", (dist.get_world_size(),)),
+            shard_placement_fn=lambda parameter: Shard(1),
+        )
+        model, optimizer = nvmeswap.zero3.shard(model, Case().config(nvme_path), **values)
+        assert torch.equal(model.weight.full_tensor(), expected.weight)
+        optimizer.close()
 
 
 def _errors(nvme_path: Path, folder: Path) -> list[str]:
