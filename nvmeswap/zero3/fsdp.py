@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from nvmeswap.errors import SwapUsageError
 
@@ -121,10 +122,34 @@ def set_local_tensor(gradient: torch.Tensor, local: torch.Tensor) -> None:
 
 def replace_local_tensor(record: Any, local: torch.Tensor, padded_flat: torch.Tensor) -> None:
     """Put `local` into the place of the rank's part, `padded_flat` into that of its padded copy
-    (read only if FSDP2 ever loses the all-gather methods). Nothing else holds what was there."""
+    (read only if FSDP2 ever loses the all-gather methods). Nothing else holds what was there. A
+    parameter on the meta device goes to that of `local`, as the same object."""
+    parameter = record.sharded_param
+    if parameter.device.type == "meta":
+        real = torch.empty_like(parameter, device=local.device)
+        torch.utils.swap_tensors(
+            parameter, nn.Parameter(real, requires_grad=parameter.requires_grad)
+        )
     record.sharded_param._local_tensor = local
     record._sharded_param_data = padded_flat
     record._init_extensions()
+
+
+def part_of_whole(record: Any) -> tuple[slice, ...]:
+    """Which part of the whole parameter this rank holds, a slice for each dimension. Raises
+    SwapUsageError where that is not one block."""
+    parameter = record.sharded_param
+    shape, offsets = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    if tuple(shape) != tuple(local_tensor(parameter).shape):
+        raise SwapUsageError(
+            f"a parameter placed as {parameter.placements} can't be built on meta",
+            fix="build the model in memory",
+        )
+    return tuple(
+        slice(begin, begin + count) for begin, count in zip(offsets, shape, strict=True)
+    )
 
 
 def shard_group(record: Any) -> dist.ProcessGroup:

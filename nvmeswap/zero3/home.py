@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -32,6 +32,8 @@ class ShardedHome:
 
     def __init__(self, model: nn.Module, entries: Sequence[Entry], agreement: Agreement) -> None:
         self.params: PartitionedParamSwapper | None = None
+        # While the model is being built: its values, asked for in the order of the entries.
+        self.first_values: Callable[[Entry], torch.Tensor] | None = None
         self.gradients = HostGradients()
         self.pending_scales: dict[str, torch.Tensor] = {}  # the optimizer's, by clipping
         self._model = model
@@ -160,6 +162,8 @@ class ShardedHome:
 
     def initial_values(self, parameter: torch.Tensor) -> torch.Tensor | None:
         entry = self._entry(parameter)
+        if self.first_values is not None:
+            return self.first_values(entry)
         return None if entry.local is None else entry.local.view(-1)
 
     def fetch(

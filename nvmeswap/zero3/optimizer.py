@@ -51,6 +51,10 @@ class ShardedOptimizer(SwappedOptimizer):
             )
         super().overlap_backward(settings)
 
+    def take_parameters_as_they_are(self) -> None:
+        """Called when the model is built: those that were on meta have come to their device."""
+        self._own(self._trained())
+
     def close(self) -> None:
         """As `swap.close()`."""
         super().close()

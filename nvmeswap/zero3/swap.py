@@ -76,9 +76,8 @@ class ZeroSwap:
 
     def take_over(self, entry: Entry) -> None:
         """Free a shard that has been written, and put a SwappedTensor in its place."""
-        assert entry.local is not None
         handle = ShardHandle(self._number, entry.key)
-        dtype, device = entry.local.dtype, entry.local.device
+        dtype, device = entry.parameter.dtype, _device_of(entry)
         local = SwappedTensor(handle, shape=entry.shape, dtype=dtype, device=device)
         padded = SwappedTensor(
             handle, shape=(entry.padded_shape.numel(),), dtype=dtype, device=device
