@@ -13,7 +13,29 @@ from mlp import HIDDEN
 _BATCH = 8
 
 
+def fp32_product(torch: Any) -> Any:
+    """x @ weight.t(), computed in fp32 and kept, for backward too, in bf16: torch's bf16 product
+    takes ten times as long on processors without instructions for it, and would hide all that is
+    to be measured."""
+
+    class Product(torch.autograd.Function):  # type: ignore[name-defined,misc]
+        @staticmethod
+        def forward(ctx: Any, x: Any, weight: Any) -> Any:
+            ctx.save_for_backward(x, weight)
+            return (x.float() @ weight.float().t()).to(x.dtype)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> tuple[Any, Any]:
+            x, weight = ctx.saved_tensors
+            exact = gradient.float()
+            of_x = (exact @ weight.float()).to(x.dtype)
+            return of_x, (exact.t() @ x.float()).to(weight.dtype)
+
+    return Product.apply
+
+
 def make_model(torch: Any, blocks: int) -> Any:
+    product = fp32_product(torch)
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> Any:
@@ -21,17 +43,13 @@ def make_model(torch: Any, blocks: int) -> Any:
         return torch.nn.Parameter(values.to(torch.bfloat16))
 
     class Linear(torch.nn.Module):  # type: ignore[name-defined,misc]
-        """Multiplies in fp32: torch's bf16 product takes ten times as long on processors without
-        instructions for it, and would hide all that is to be measured."""
-
         def __init__(self, inputs: int, outputs: int) -> None:
             super().__init__()
             self.weight = drawn(outputs, inputs)
             self.bias = drawn(outputs)
 
         def forward(self, x: Any) -> Any:
-            product = torch.nn.functional.linear(x.float(), self.weight.float(), self.bias.float())
-            return product.to(x.dtype)
+            return product(x, self.weight) + self.bias
 
     class Block(torch.nn.Module):  # type: ignore[name-defined,misc]
         def __init__(self) -> None:

@@ -126,6 +126,7 @@ class PartitionedParamSwapper:
         self._shards = {spec.key: _Shard(spec, self._ram_for(spec)) for spec in specs}
         self._fetch_count = self._hit_count = self._prefetch_count = 0
         self._stall_s = 0.0
+        self._lent: _Shard | None = None
         swapped = {
             spec.key: TensorSpec(spec.dtype, (spec.numel,), (1,))
             for spec in specs
@@ -156,10 +157,38 @@ class PartitionedParamSwapper:
             shard = self._shard(key)
             self._plan.use(key)
             self._fetch_count += 1
+            self._take_back()
             self._copy_out(shard, out)
             if shard.state is ShardState.CLEAN:
                 self._keep(shard)
             self._read_ahead()
+
+    def lend(self, key: str) -> torch.Tensor:
+        """As `fetch`, but the shard itself, flat, in host memory, and nothing is copied. It is
+        valid until the next `fetch` or `lend`, and not to be written to."""
+        with self._lock:
+            shard = self._shard(key)
+            self._plan.use(key)
+            self._fetch_count += 1
+            self._take_back()
+            if shard.ram is not None:
+                self._hit_count += 1
+                values = shard.ram
+            elif self._placement.streams(shard.spec):
+                values = torch.empty(shard.spec.numel, dtype=shard.spec.dtype)
+                self._stream(shard, values)
+            else:
+                self._bring(shard)
+                self._lent = shard
+                values = shard.values
+            self._read_ahead()
+            return values
+
+    def _take_back(self) -> None:
+        """Whoever it was lent to has used it."""
+        shard, self._lent = self._lent, None
+        if shard is not None and shard.state is ShardState.CLEAN:
+            self._keep(shard)
 
     def read(self, key: str, out: torch.Tensor) -> None:
         """Copy a shard into `out`, outside the plan (checkpoints, inspection)."""
@@ -269,28 +298,33 @@ class PartitionedParamSwapper:
             shard.copy_to(out, shard.ram)
             self._hit_count += 1
             return
-        began = time.perf_counter()
         if self._placement.streams(spec):
             self._stream(shard, out)
-            self._stall_s += time.perf_counter() - began
             return
+        self._bring(shard)
+        shard.copy_to(out, shard.values)
+
+    def _bring(self, shard: _Shard) -> None:
+        """Have it in a slot, CLEAN; waits for the disk."""
+        began = time.perf_counter()
         if shard.state is ShardState.ON_NVME:
-            slot = shard.slot or self._slot_for_demand(spec)
+            slot = shard.slot or self._slot_for_demand(shard.spec)
             self._start_reading(shard, slot, Lane.DEMAND)
         elif shard.state is ShardState.CLEAN or shard.requests[0].done():
             self._hit_count += 1
         if shard.state is ShardState.READING:
             shard.finish_reading()
         self._stall_s += time.perf_counter() - began
-        shard.copy_to(out, shard.values)
 
     def _stream(self, shard: _Shard, out: torch.Tensor) -> None:
         """A shard larger than every slot: the engine moves it block by block through its own."""
         assert self._store is not None
+        began = time.perf_counter()
         host = out if out.device.type == "cpu" else torch.empty_like(out, device="cpu")
         self._store.read(shard.key, host, lane=Lane.DEMAND).wait(self._timeout_s)
         if host is not out:
             out.copy_(host)
+        self._stall_s += time.perf_counter() - began
 
     def _start_reading(self, shard: _Shard, slot: Slot, lane: Lane) -> None:
         store = self._store

@@ -13,7 +13,7 @@ from torch import nn
 
 from nvmeswap.config import Config, OffloadDevice, ZeroConfig, elements
 from nvmeswap.memory.budget import exact_slot_classes
-from nvmeswap.memory.heap import release_freed_memory
+from nvmeswap.memory.heap import give_large_blocks_back_when_freed, release_freed_memory
 from nvmeswap.memory.pool import Pool
 from nvmeswap.swap.optimizer import PipelinedOptimizerSwapper
 from nvmeswap.swap.params import ParamPlacement, PartitionedParamSwapper
@@ -80,6 +80,8 @@ def swap_shards(
         except BaseException:
             space.close()
             raise
+    if agreement.device.type == "cpu":
+        give_large_blocks_back_when_freed()
     release_freed_memory()
     return optimizer
 

@@ -38,6 +38,12 @@ class Entry:
         return self.shape.numel()
 
     @property
+    def gathers_itself(self) -> bool:
+        """True if this rank has all of it, in host memory: FSDP2 then copies what it is given at
+        once, before it asks for the next."""
+        return self.record.device.type == "cpu" and fsdp.shard_group(self.record).size() == 1
+
+    @property
     def spec(self) -> ShardSpec:
         return ShardSpec(self.key, self.numel, self.store_dtype)
 

@@ -94,6 +94,8 @@ class ZeroSwap:
         entry = self._entry(key)
         self._home.gather_order.note(key, fsdp.shard_group(entry.record))
         spec = self._shards.spec(key)
+        if entry.gathers_itself and spec.dtype is entry.compute_dtype:
+            return self._shards.lend(key).view(entry.padded_shape)
         flat = torch.empty(entry.padded_shape.numel(), dtype=spec.dtype, device=_device_of(entry))
         try:
             self._shards.fetch(key, flat[: entry.numel])
