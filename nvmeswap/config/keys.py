@@ -62,7 +62,7 @@ FP16_IGNORED = _with_reasons(_OTHER_PRECISION)
 OUTERMOST_IGNORED = _with_reasons({
     "the user's loop decides it":
     """
-    gradient_accumulation_steps train_batch_size train_micro_batch_size_per_gpu
+    train_batch_size train_micro_batch_size_per_gpu
     """,
     "it is DeepSpeed's own reporting":
     """

@@ -53,6 +53,13 @@ class Config(Block):
     optimizer: OptimizerBlock | None = None
     aio: AioConfig = Field(default_factory=AioConfig)
     nvmeswap: SwapBlock = Field(default_factory=SwapBlock)
+    gradient_accumulation_steps: int = Field(
+        default=1,
+        ge=1,
+        description=(
+            "Backward passes that make one step. The loop makes them; only overlap_step must know."
+        ),
+    )
     gradient_clipping: float = Field(
         default=0.0,
         ge=0,

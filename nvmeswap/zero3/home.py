@@ -145,24 +145,41 @@ class ShardedHome:
     def shape(self, parameter: torch.Tensor) -> torch.Size:
         return self._entry(parameter).shape
 
+    gradient_comes_once = False  # a loss over the shards themselves, and one in chunks, come apart
+
+    def begin_overlapped_step(self, error: SwapError | None) -> None:
+        self._refuse_thawed()
+        try:
+            if error is not None:
+                self._agreement.report(error)
+            self._agreement.raise_if_any_rank_failed(
+                fix="call zero_grad() on all ranks and repeat forward and backward"
+            )
+        except SwapError:
+            self._pass = PassState.CUT_SHORT  # it was raised in backward
+            raise
+
+    def end_overlapped_pass(self) -> None:
+        if self._pass is not PassState.WHOLE:
+            raise SwapUsageError(
+                "backward was ended by an error after updates had begun",
+                intact="nothing: some parameters have been updated",
+                fix="load the last checkpoint, parameters included",
+            )
+        self._refuse_half_sharded()
+        self._agreement.raise_if_any_rank_failed(fix="load the last checkpoint on all ranks")
+
+    def forget_gradient(self, parameter: torch.Tensor) -> None:
+        self.gradients.clear([self._entry(parameter).key])
+
     def before_step(self) -> None:
         if self._pass is not PassState.WHOLE:
             raise SwapUsageError(
                 "the gradients come from a pass in which a shard could not be read",
                 fix="call zero_grad() on all ranks and repeat forward and backward",
             )
-        thawed = [entry.key for entry in self._frozen if entry.parameter.requires_grad]
-        if thawed:
-            raise SwapUsageError(
-                f"{thawed[0]} was frozen when the model was sharded and has no optimizer state",
-                fix="set requires_grad before nvmeswap.zero3.shard",
-            )
-        half_done = fsdp.gathered_after_backward(self._model)
-        if half_done:
-            raise SwapUsageError(
-                f"backward left {half_done[0]} gathered, with part of its gradient",
-                fix="use checkpoint(..., use_reentrant=False) around a block that is used twice",
-            )
+        self._refuse_thawed()
+        self._refuse_half_sharded()
         try:
             self._agreement.raise_if_any_rank_failed(
                 fix="call zero_grad() on all ranks and repeat forward and backward"
@@ -170,6 +187,22 @@ class ShardedHome:
         except SwapError:
             self._pass = PassState.VOID
             raise
+
+    def _refuse_thawed(self) -> None:
+        thawed = [entry.key for entry in self._frozen if entry.parameter.requires_grad]
+        if thawed:
+            raise SwapUsageError(
+                f"{thawed[0]} was frozen when the model was sharded and has no optimizer state",
+                fix="set requires_grad before nvmeswap.zero3.shard",
+            )
+
+    def _refuse_half_sharded(self) -> None:
+        half_done = fsdp.gathered_after_backward(self._model)
+        if half_done:
+            raise SwapUsageError(
+                f"backward left {half_done[0]} gathered, with part of its gradient",
+                fix="use checkpoint(..., use_reentrant=False) around a block that is used twice",
+            )
 
     def after_step(self, error: SwapError | None) -> None:
         if error is not None:

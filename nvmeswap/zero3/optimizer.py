@@ -41,11 +41,15 @@ class ShardedOptimizer(SwappedOptimizer):
     _step_supports_amp_scaling: bool = True
 
     def overlap_backward(self, settings: OverlapSettings) -> None:
-        """Not for sharded parameters."""
-        raise SwapUsageError(
-            "updates during backward are not served for sharded parameters",
-            fix="leave them out; nvmeswap.SwappedOptimizer has them",
-        )
+        """From now on update during backward, from the second step on: the first one shows how
+        often FSDP2 tells of each gradient. To be called on all ranks. An error in such a backward
+        leaves some parameters updated, and all is refused until a checkpoint is loaded."""
+        if settings.clip_norm is not None:
+            raise SwapUsageError(
+                "a gradient's norm over all ranks is not known in time",
+                fix="leave out clip_norm, or don't overlap",
+            )
+        super().overlap_backward(settings)
 
     def close(self) -> None:
         """As `swap.close()`."""
@@ -72,6 +76,7 @@ class ShardedOptimizer(SwappedOptimizer):
         From the second call on, norms are taken as the gradients arrive; they are scaled while they
         are used, so nothing passes over them here.
         """
+        self._refuse_to_clip_in_overlap()
         norm_type = float(norm_type)
         if not norm_type > 0:
             raise SwapUsageError(

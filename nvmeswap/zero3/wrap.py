@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from nvmeswap.config import Config, OffloadDevice, OptimizerBlock
 from nvmeswap.errors import SwapConfigError, SwapError, SwapUsageError
 from nvmeswap.swap.adamw import SwappedAdamW
+from nvmeswap.swap.overlap import OverlapSettings
 from nvmeswap.swap.space import new_run_name
 from nvmeswap.zero3 import fsdp
 from nvmeswap.zero3.agreement import Agreement
@@ -115,6 +116,8 @@ def _swapped(
             optimizer.close()
         raise
     assert optimizer is not None
+    if settings.nvmeswap.overlap_step:
+        optimizer.overlap_backward(OverlapSettings(settings.gradient_accumulation_steps))
     return optimizer
 
 
