@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", ROOT / "docs" / "howto" / "optimizer.md"]
+HOWTO = ROOT / "docs" / "howto"
+PAGES = [ROOT / "README.md", HOWTO / "optimizer.md", HOWTO / "zero3.md"]
 EXAMPLES = [
     example
     for page in PAGES
