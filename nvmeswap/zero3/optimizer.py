@@ -70,11 +70,11 @@ class ShardedOptimizer(SwappedOptimizer):
     ) -> torch.Tensor:
         """As torch.nn.utils.clip_grad_norm_, for gradients that lie in host memory, on all ranks.
 
-        Call it between backward and step (torch's own sees no gradient here and clips nothing).
-        Returns the total norm over all ranks. The order of the sum is FSDP2's: parts of a parameter
-        are summed over the ranks first, then the parameters; on gloo the result is bitwise equal.
-        From the second call on, norms are taken as the gradients arrive; they are scaled while they
-        are used, so nothing passes over them here.
+        Call it between backward and step. (torch's own works, but passes over the gradients twice,
+        on a GPU by way of it.) Returns the total norm over all ranks. The order of the sum is
+        FSDP2's: parts of a parameter are summed over the ranks first, then the parameters; on gloo
+        the result is bitwise equal. From the second call on, norms are taken as the gradients
+        arrive; they are scaled while they are used, so nothing passes over them here.
         """
         self._refuse_to_clip_in_overlap()
         norm_type = float(norm_type)
