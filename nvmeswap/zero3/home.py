@@ -45,6 +45,7 @@ class ShardedHome:
         self.gather_order = GatherOrder(
             agreement, [fsdp.shard_group(entry.record) for entry in entries]
         )
+        self.gradients_were_edited = False  # since the last step, by a GradScaler for instance
         self._is_void = False  # a shard was NaN in the gradients, on some rank; all ranks know
 
     def take_gradient(self, parameter: torch.Tensor) -> None:
@@ -92,6 +93,7 @@ class ShardedHome:
         self.gradients.add(key, values)
 
     def gradient_was_edited(self, key: str) -> None:
+        self.gradients_were_edited = True
         self.gradients.was_edited(key)
 
     # --- ParameterHome ------------------------------------------------------------------------

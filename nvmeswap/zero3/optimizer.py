@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,9 +35,6 @@ class ShardedOptimizer(SwappedOptimizer):
     gradient_clipping: float = 0.0
     expects_scaler: bool = False
     _is_clipped: bool = False
-    _is_unscaled: bool = False
-    # torch's GradScaler, which sees no gradient here, then shows itself in step().
-    _step_supports_amp_scaling: bool = True
 
     def overlap_backward(self, settings: OverlapSettings) -> None:
         """From now on update during backward, from the second step on: the first one shows how
@@ -74,11 +70,11 @@ class ShardedOptimizer(SwappedOptimizer):
     ) -> torch.Tensor:
         """As torch.nn.utils.clip_grad_norm_, for gradients that lie in host memory, on all ranks.
 
-        Call it between backward and step (torch's own sees no gradient here and clips nothing).
-        Returns the total norm over all ranks. The order of the sum is FSDP2's: parts of a parameter
-        are summed over the ranks first, then the parameters; on gloo the result is bitwise equal.
-        From the second call on, norms are taken as the gradients arrive; they are scaled while they
-        are used, so nothing passes over them here.
+        Call it between backward and step. (torch's own works, but passes over the gradients twice,
+        on a GPU by way of it.) Returns the total norm over all ranks. The order of the sum is
+        FSDP2's: parts of a parameter are summed over the ranks first, then the parameters; on gloo
+        the result is bitwise equal. From the second call on, norms are taken as the gradients
+        arrive; they are scaled while they are used, so nothing passes over them here.
         """
         self._refuse_to_clip_in_overlap()
         norm_type = float(norm_type)
@@ -127,25 +123,15 @@ class ShardedOptimizer(SwappedOptimizer):
         found = found.to(self.norm_device)
         if not home.is_alone:
             dist.all_reduce(found, dist.ReduceOp.MAX)
-        self._is_unscaled = True
+        home.gradients_were_edited = True
         return found
-
-    @contextmanager
-    def unscaled_by_its_scaler(self) -> Iterator[None]:
-        """While `GradScaler.step` runs: it has unscaled the gradients itself."""
-        self._step_supports_amp_scaling = False
-        try:
-            yield
-        finally:
-            self._step_supports_amp_scaling = True
 
     def _begin_step(
         self,
         swapper: PipelinedOptimizerSwapper,
         order: Callable[[list[SubGroup]], list[int]] | None = None,
     ) -> None:
-        self._refuse_foreign_scaler()
-        if self.expects_scaler and not self._is_unscaled:
+        if self.expects_scaler and not self._sharded_home.gradients_were_edited:
             self.expects_scaler = False  # once is enough
             warnings.warn(
                 "fp16 is enabled, but the loss was not scaled: small gradients are lost. Use "
@@ -156,19 +142,9 @@ class ShardedOptimizer(SwappedOptimizer):
             self.clip_grad_norm_(self.gradient_clipping)
         super()._begin_step(swapper, order)
 
-    def _refuse_foreign_scaler(self) -> None:
-        if not hasattr(self, "found_inf"):
-            return
-        for name in ("found_inf", "grad_scale"):
-            delattr(self, name)
-        raise SwapUsageError(
-            "torch.amp.GradScaler sees no gradient of sharded parameters: nothing was unscaled",
-            fix="use nvmeswap.zero3.GradScaler instead; it takes the same arguments",
-        )
-
     def _forget_step(self) -> None:
         super()._forget_step()
-        self._is_clipped = self._is_unscaled = False
+        self._is_clipped = self._sharded_home.gradients_were_edited = False
 
     @property
     def _sharded_home(self) -> ShardedHome:

@@ -23,8 +23,9 @@ class GradScaler(torch.amp.GradScaler):
         scaler.step(optimizer)
         scaler.update()
 
-    A step is skipped on all ranks if any gradient on any rank is infinite or not a number. Other
-    optimizers are treated as by torch's class.
+    A step is skipped on all ranks if any gradient on any rank is infinite or not a number. torch's
+    class does the same here, one gradient after another; this one unscales all in one call and has
+    DeepSpeed's keys. Other optimizers are treated as by torch's class.
 
     Args: as torch's (`device` None: a GPU if there is one). Beyond them DeepSpeed's: `hysteresis`,
     the overflow at which the scale is lowered (those before it only skip their step), counted anew
@@ -76,13 +77,6 @@ class GradScaler(torch.amp.GradScaler):
             scaler.set_growth_factor(1.0)
             scaler.set_backoff_factor(1.0)
         return scaler
-
-    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """As torch's."""
-        if not isinstance(optimizer, ShardedOptimizer):
-            return super().step(optimizer, *args, **kwargs)
-        with optimizer.unscaled_by_its_scaler():
-            return super().step(optimizer, *args, **kwargs)
 
     def _unscale_grads_(
         self,

@@ -75,7 +75,7 @@ def shard(
     not fit: `field` is the parameter, `path` the file.
     Blocking: writes all shards and the first optimizer state.
     Gradients leave `parameter.grad` for host memory as they come: clip with `gradient_clipping` or
-    `optimizer.clip_grad_norm_` (torch's would see none), scale losses with `zero3.GradScaler`;
+    `optimizer.clip_grad_norm_`, scale fp16 losses with `zero3.GradScaler` (torch's work, too);
     `zero_grad` of either model or optimizer forgets them.
     """
     settings = Config.load(config)

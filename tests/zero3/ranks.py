@@ -25,7 +25,7 @@ from tests.oracle import first_difference
 from tests.zero3 import programs
 from tests.zero3.cases import Case, build, run_in_ram, run_swapped
 from tests.zero3.meta_ranks import from_meta
-from tests.zero3.scaled import clips_and_scales
+from tests.zero3.scaled import all_agree
 
 LAUNCH_TIMEOUT_S = 240
 
@@ -194,7 +194,7 @@ def set_up_fails_on_rank_1(nvme_path: Path) -> str:
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     each.__name__: each
     for each in (
-        clips_and_scales, equals_ram, from_meta, one_rank_is_torn, one_rank_reads_garbage,
+        all_agree, equals_ram, from_meta, one_rank_is_torn, one_rank_reads_garbage,
         programs_equal_ram, set_up_fails_on_rank_1, void_pass_is_refused,
     )
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import nvmeswap.zero3
 from tests.oracle import Run, first_difference
-from tests.zero3.cases import Case
+from tests.zero3.cases import Case, run_in_ram, run_swapped
 
 FP16 = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
 Loss = Callable[[nn.Module, int], torch.Tensor]
@@ -107,9 +107,12 @@ def assert_scaled_runs_equal(nvme_path: Path, *, init_scale: float = 2.0**18,
 # --- on several ranks: tests.zero3.ranks runs these ------------------------------------------
 
 
-def clips_and_scales(nvme_path: Path) -> None:
-    """All that has to be agreed on between ranks."""
-    for norm_type in (1.0, 2.0, 3.0):
+def all_agree(nvme_path: Path, cases: Sequence[Case]) -> None:
+    """What has to be agreed on between ranks, and equality with RAM of the cases given."""
+    for case in cases:
+        difference = first_difference(run_swapped(case, nvme_path), run_in_ram(case))
+        assert difference is None, f"{case}: {difference}"
+    for norm_type in (1.0, 2.0):
         assert_clipped_runs_equal(nvme_path, norm_type=norm_type)
     assert_largest_gradient_is_found(nvme_path)
     assert_clipped_runs_equal(nvme_path, mesh=hybrid())
@@ -157,8 +160,12 @@ def assert_largest_gradient_is_found(nvme_path: Path) -> None:
 
 def assert_one_rank_alone_has_an_infinite_gradient(nvme_path: Path) -> None:
     """The last row's gradient is infinite: on the other ranks all are finite."""
+    for kind in (nvmeswap.zero3.GradScaler, torch.amp.GradScaler):
+        _assert_all_ranks_skip(nvme_path, kind("cpu", init_scale=4.0))
+
+
+def _assert_all_ranks_skip(nvme_path: Path, scaler: torch.amp.GradScaler) -> None:
     with swapped(nvme_path, fp16={"enabled": True}) as (model, optimizer):
-        scaler = nvmeswap.zero3.GradScaler("cpu", init_scale=4.0)
         before = weights(model)
         factor = torch.ones(31)
         factor[-1] = math.inf

@@ -12,7 +12,6 @@ from torch import nn
 
 from nvmeswap.errors import SwapUsageError
 from tests.oracle import Run, first_difference
-from tests.zero3.ranks import run_ranks
 from tests.zero3.scaled import (
     assert_clipped_runs_equal,
     clip,
@@ -21,12 +20,6 @@ from tests.zero3.scaled import (
     swapped,
     weights,
 )
-
-
-def test_ranks_agree_on_norms_and_overflows(tmp_path: Path) -> None:
-    """Norms of four orders, a 2-D mesh, fp16 with scaling, errors: one launch.
-    field cases O01, O02"""
-    run_ranks(2, "clips_and_scales", tmp_path)
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])

@@ -18,20 +18,22 @@ from tests.zero3.cases import Case, build, run_in_ram, run_swapped
 ALL_NBYTES = sum(p.nbytes for p in build(Case()).parameters())
 
 
-def keeping(nbytes: int | str, **how: bool | str) -> Case:
+def keeping(nbytes: int, **how: bool | str) -> Case:
     settings = {"keep_resident_bytes": nbytes, "min_swap_nbytes": 1000}
-    return Case(steps=3, buffer_count=1, extra={"nvmeswap": settings}, **how)
+    return Case(steps=2, buffer_count=1, extra={"nvmeswap": settings}, **how)
 
 
 @functools.cache
 def reference(bf16: bool) -> Run:
-    return run_in_ram(Case(bf16=bf16, steps=3))
+    return run_in_ram(Case(bf16=bf16, steps=2))
 
 
-@pytest.mark.parametrize("budget", [0, ALL_NBYTES // 2, ALL_NBYTES, "1GiB"])
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("budget", "bf16"),
+    [(0, True), (ALL_NBYTES // 2, False), (ALL_NBYTES // 2, True), (ALL_NBYTES, True)],
+)
 def test_run_with_any_budget_of_device_memory_equals_ram(
-    one_rank: None, tmp_path: Path, budget: int | str, bf16: bool
+    one_rank: None, tmp_path: Path, budget: int, bf16: bool
 ) -> None:
     """Swapped and resident parameters in one model, one group and one sub-group."""
     case = keeping(budget, bf16=bf16)

@@ -65,22 +65,19 @@ def test_clipping_of_the_json_clips_what_was_unscaled(one_rank: None, tmp_path: 
     assert first_difference(Run([], ours.weights), Run([], theirs.weights)) is None
 
 
-@pytest.mark.parametrize("unscales", [False, True])
-def test_scaler_of_torch_is_refused_by_name(
-    one_rank: None, tmp_path: Path, unscales: bool
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+def test_scaler_of_torch_gives_the_same_bits(
+    one_rank: None, tmp_path: Path, max_norm: float | None
 ) -> None:
-    """It finds no gradient, and would unscale nothing."""
-    with swapped(tmp_path, fp16={"enabled": True}) as (model, optimizer):
-        foreign = torch.amp.GradScaler("cpu", init_scale=4.0)
-        foreign.scale(square(model, 0)).backward()
-        if unscales:
-            foreign.unscale_(optimizer)
-        with pytest.raises(SwapUsageError, match="GradScaler"):
-            foreign.step(optimizer)
-        ours = GradScaler(init_scale=4.0)  # and with ours the run goes on
-        ours.scale(torch.ones(()))
-        ours.step(optimizer)
-        ours.update()
+    """Accelerate brings its own; that must not do nothing, nor be warned of."""
+    how: dict[str, Any] = {"init_scale": 2.0**18, "growth_interval": 3}
+    runs = []
+    with swapped(tmp_path, fp16={"enabled": True}) as pair, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for model, optimizer in (pair, resident(FP16)):
+            scaler = torch.amp.GradScaler("cpu", **how)
+            runs.append(scaled_run(model, optimizer, scaler, max_norm=max_norm))
+    assert first_difference(*runs) is None
 
 
 def test_plain_step_with_fp16_warns_once(one_rank: None, tmp_path: Path) -> None:
