@@ -1,0 +1,83 @@
+"""A transformers model to fine-tune, and text in its tokens. Nothing is fetched from anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from nvmeswap.examples.text import TOKEN_COUNT, Text
+
+LORA_RANK = 8
+
+
+def model_config(path: Path | None) -> Any:
+    """That of a config.json or of the folder it is in; by default a Llama of 3 M parameters whose
+    tokens are bytes."""
+    if path is not None:
+        return AutoConfig.from_pretrained(path, local_files_only=True)
+    return LlamaConfig(
+        vocab_size=TOKEN_COUNT,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+    )
+
+
+def has_weights(path: Path | None) -> bool:
+    return path is not None and path.is_dir() and any(path.glob("*.safetensors"))
+
+
+def build_model(
+    path: Path | None, *, lora: bool, bf16: bool, gradient_checkpointing: bool, seed: int
+) -> nn.Module:
+    """The model in host memory, with the folder's weights or the seed's random ones.
+
+    In fp32, as the optimizer's master values are to be; with `lora` only the adapters, which are
+    all that is trained: a frozen base is stored and read in the precision it computes in.
+    """
+    torch.manual_seed(seed)
+    dtype = torch.bfloat16 if lora and bf16 else torch.float32
+    if has_weights(path):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+    else:
+        model = AutoModelForCausalLM.from_config(model_config(path), dtype=dtype)
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if lora:
+        adapters = LoraConfig(r=LORA_RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = get_peft_model(model, adapters)
+    trained: nn.Module = model.train()
+    return trained
+
+
+def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
+    """What the model's authors say is not to be split: its decoder layers."""
+    kept_whole = {
+        name
+        for module in model.modules()
+        for name in getattr(module, "_no_split_modules", None) or ()
+    }
+    return (module for module in model.modules() if type(module).__name__ in kept_whole)
+
+
+def load_text(file: Path | None, model: Path | None) -> Text:
+    """The file, or the standard library's sources, as tokens of the model's tokenizer; as bytes if
+    it brings none."""
+    text = Text.load(file)
+    if model is None or not model.is_dir() or not (model / "tokenizer.json").is_file():
+        return text
+    content = text.tokens[text.tokens < 256].astype(np.uint8).tobytes().decode(errors="replace")
+    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    tokens = tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]
+    return Text(np.array(tokens, dtype=np.int32))
