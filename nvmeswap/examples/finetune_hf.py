@@ -188,7 +188,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--path", type=Path, required=True, metavar="FOLDER", help="for swap files")
     add("--model", type=Path, metavar="PATH", help="a config.json, or a folder with one and "
-        "perhaps safetensors and a tokenizer.json; without it, a Llama of 3 M parameters over bytes")
+        "perhaps safetensors and a tokenizer.json; without it, a Llama of 3 M parameters")
     add("--lora", action="store_true", help="train adapters by PEFT; the base is read only")
     add("--text", type=Path, metavar="FILE",
         help="what to train on; without it, the standard library's sources")
