@@ -76,7 +76,7 @@ class Options:
 
 def swap_config(options: Options) -> dict[str, Any]:
     """The DeepSpeed JSON of this run."""
-    nvme = {"device": "nvme", "nvme_path": str(options.path)}
+    nvme = {"device": "nvme", "nvme_path": str(options.path.absolute())}
     return {
         "train_micro_batch_size_per_gpu": options.batch_size,
         "bf16": {"enabled": options.precision == "bf16"},
@@ -84,7 +84,11 @@ def swap_config(options: Options) -> dict[str, Any]:
             "type": "AdamW",
             "params": {"lr": options.learning_rate, "weight_decay": WEIGHT_DECAY},
         },
-        "zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {**nvme, "max_in_cpu": 0},
+            "offload_optimizer": nvme,
+        },
     }
 
 

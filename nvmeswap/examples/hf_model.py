@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from nvmeswap.examples.text import TOKEN_COUNT, Text
 
@@ -75,9 +76,9 @@ def load_text(file: Path | None, model: Path | None) -> Text:
     """The file, or the standard library's sources, as tokens of the model's tokenizer; as bytes if
     it brings none."""
     text = Text.load(file)
-    if model is None or not model.is_dir() or not (model / "tokenizer.json").is_file():
+    tokenizer = model / "tokenizer.json" if model is not None else None
+    if tokenizer is None or not tokenizer.is_file():
         return text
     content = text.tokens[text.tokens < 256].astype(np.uint8).tobytes().decode(errors="replace")
-    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
-    tokens = tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]
-    return Text(np.array(tokens, dtype=np.int32))
+    encoding = Tokenizer.from_file(str(tokenizer)).encode(content, add_special_tokens=False)
+    return Text(np.array(encoding.ids, dtype=np.int32))
