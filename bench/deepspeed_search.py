@@ -9,7 +9,7 @@ import json
 import shutil
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 from mlp import BLOCK_PARAMETERS, HIDDEN
+from report import Report
 from worker import Worker, WorkerFailed
 
 Settings = dict[str, Any]
@@ -62,20 +63,35 @@ def deepspeed(python: str, folder: Path, blocks: int, settings: Settings) -> Ite
         shutil.rmtree(files, ignore_errors=True)
 
 
-def search(python: str, folder: Path, blocks: int, *, steps: int) -> Found:
-    """The best of each axis is kept for the next. Medians of so many steps. What is no faster than
-    noise does not replace what came before: chance must not pick what takes more memory."""
+Attempt = Callable[[Settings], list[dict[str, Any]]]
+"""The answers of some steps with these settings; raises WorkerFailed."""
+
+
+def search(start: Settings, axes: Mapping[str, list[Any]], attempt: Attempt) -> Found:
+    """The best of each axis is kept for the next, by medians. What is no faster than noise does not
+    replace what came before: chance must not pick what takes more memory."""
     found = Found()
-    best_s = _try(found, python, folder, blocks, START, steps)
+    best_s = _try(found, start, attempt)
     if best_s is not None:
-        found.best = START
-    for axis, values in AXES.items():
-        base = found.best or START
+        found.best = start
+    for axis, values in axes.items():
+        base = found.best or start
         for value in values:
-            step_s = _try(found, python, folder, blocks, {**base, axis: value}, steps)
+            step_s = _try(found, {**base, axis: value}, attempt)
             if step_s is not None and (best_s is None or step_s < _CLEARLY * best_s):
                 best_s, found.best = step_s, {**base, axis: value}
     return found
+
+
+def optimizer_attempt(python: str, folder: Path, blocks: int, *, steps: int) -> Attempt:
+    """Of deepspeed_step.py."""
+
+    def attempt(settings: Settings) -> list[dict[str, Any]]:
+        _require_memory(blocks, settings)
+        with deepspeed(python, folder, blocks, settings) as worker:
+            return [worker.ask() for _ in range(steps)]
+
+    return attempt
 
 
 def search_once(file: Path | None, run: Callable[[], Found]) -> Found:
@@ -86,6 +102,16 @@ def search_once(file: Path | None, run: Callable[[], Found]) -> Found:
     if file is not None:
         file.write_text(json.dumps({"best": found.best, "tried": found.tried}, indent=1) + "\n")
     return found
+
+
+def tell(found: Found, report: Report) -> None:
+    """All that was tried, as notes and runs."""
+    report.runs.extend({"section": "deepspeed settings", **each} for each in found.tried)
+    for each in found.tried:
+        if "failed" in each:
+            settings = {name: value for name, value in each.items() if name != "failed"}
+            report.note(f"DeepSpeed failed with {settings}: {each['failed']}")
+    report.note(f"DeepSpeed's best settings: {found.best}")
 
 
 def _require_memory(blocks: int, settings: Settings) -> None:
@@ -99,13 +125,9 @@ def _require_memory(blocks: int, settings: Settings) -> None:
                            f"of {free_nbytes / 1e9:.0f} GB that are free")
 
 
-def _try(
-    found: Found, python: str, folder: Path, blocks: int, settings: Settings, steps: int
-) -> float | None:
+def _try(found: Found, settings: Settings, attempt: Attempt) -> float | None:
     try:
-        _require_memory(blocks, settings)
-        with deepspeed(python, folder, blocks, settings) as worker:
-            answers = [worker.ask() for _ in range(steps)]
+        answers = attempt(settings)
     except WorkerFailed as error:
         found.tried.append({**settings, "failed": str(error)})
         print(f"DeepSpeed, {settings}: {error}", file=sys.stderr)

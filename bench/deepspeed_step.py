@@ -67,13 +67,18 @@ def build(deepspeed: Any, torch: Any, folder: str, blocks: int, settings: dict[s
     return engine
 
 
-def begin() -> Callable[..., dict[str, Any]]:
+def set_environment() -> None:
+    """One rank, without a launcher, on the CPU."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     for name, value in {"DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
                         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
         os.environ.setdefault(name, value)
+
+
+def begin() -> Callable[..., dict[str, Any]]:
+    set_environment()
     import deepspeed
     import torch
 

@@ -18,7 +18,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deepspeed_search import WARM_UP_STEPS, Settings, deepspeed, search, search_once
+from deepspeed_search import (
+    AXES,
+    START,
+    WARM_UP_STEPS,
+    Settings,
+    deepspeed,
+    optimizer_attempt,
+    search,
+    search_once,
+    tell,
+)
 from fio import Fio, FioError, huge_pages
 from machine import facts
 from mlp import BLOCK_PARAMETERS, block_count
@@ -185,14 +195,9 @@ def find_settings(place: Place, python: str, file: Path | None, *, quick: bool) 
         place.report.note(f"no DeepSpeed in {python} ({error}): no figures beside it")
         return None
     found = search_once(
-        file, lambda: search(python, place.folder, place.blocks, steps=1 if quick else 3)
-    )
-    place.report.runs.extend({"section": "deepspeed settings", **each} for each in found.tried)
-    for each in found.tried:
-        if "failed" in each:
-            settings = {name: value for name, value in each.items() if name != "failed"}
-            place.report.note(f"DeepSpeed failed with {settings}: {each['failed']}")
-    place.report.note(f"DeepSpeed's best settings: {found.best}")
+        file, lambda: search(START, AXES, optimizer_attempt(
+            python, place.folder, place.blocks, steps=1 if quick else 3)))
+    tell(found, place.report)
     return found.best
 
 

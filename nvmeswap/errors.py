@@ -135,6 +135,10 @@ class SwapUsageError(SwapError):
     that would silently do the wrong thing on a swapped parameter."""
 
 
+class SwapOverflowError(SwapError, ArithmeticError):
+    """Gradients overflow fp16 at the smallest loss scale allowed."""
+
+
 class SwapClosedError(SwapUsageError):
     """The engine, pool or store was closed before this call."""
 

@@ -97,3 +97,23 @@ class OptimizerStats:
     stall_s: float
     update_s: float
     gradient_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """Bytes of one rank that one tier is the home of. States: masters, or what of them the
+    parameters lack, and moments."""
+
+    parameter_nbytes: int
+    state_nbytes: int
+    gradient_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementStats:
+    """Where the bytes of one rank are at home: the training device, host memory, NVMe. Copies on
+    their way, and those that `max_in_cpu` keeps, are in none of them."""
+
+    device: TierStats
+    host: TierStats
+    nvme: TierStats

@@ -115,9 +115,11 @@ def test_offload_param_below_stage_3_is_refused(tmp_path: Path, stage: int) -> N
 @pytest.mark.parametrize(
     ("change", "key"),
     [
-        ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage"),
-        ({"fp16": {"enabled": True}}, "fp16.enabled"),
-        ({"gradient_clipping": 1.0}, "gradient_clipping"),
+        ({"zero_optimization": {"stage": 0}}, "zero_optimization.stage"),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled"),
+        ({"gradient_clipping": 1.0, "zero_optimization": {"stage": 3}}, "gradient_clipping"),
+        ({"gradient_clipping": -1.0}, "gradient_clipping"),
         ({"scheduler": {"type": "WarmupLR"}}, "scheduler"),
         ({"aio": {"use_gds": True}}, "aio.use_gds"),
         ({"aio": {"block_size": 1000}}, "aio.block_size"),

@@ -7,23 +7,27 @@ from nvmeswap.config.blocks import (
     OffloadOptimizerConfig,
     OffloadParamConfig,
     OptimizerBlock,
-    PrecisionBlock,
     SwapBlock,
     ZeroConfig,
 )
 from nvmeswap.config.load import Config, SameDriveWarning, check_folders
+from nvmeswap.config.precision import Bf16Block, Fp16Block
+from nvmeswap.config.quantities import Nbytes, elements
 
 __all__ = [
     "DEFAULT_SUB_GROUP_NUMEL",
     "AioConfig",
+    "Bf16Block",
     "Config",
+    "Fp16Block",
+    "Nbytes",
     "OffloadDevice",
     "OffloadOptimizerConfig",
     "OffloadParamConfig",
     "OptimizerBlock",
-    "PrecisionBlock",
     "SameDriveWarning",
     "SwapBlock",
     "ZeroConfig",
     "check_folders",
+    "elements",
 ]

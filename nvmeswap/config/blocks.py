@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from nvmeswap.config import keys
+from nvmeswap.config.block import Block
+from nvmeswap.config.quantities import ByteCount, ElementCount
 
 # 4 Mi elements: 48 MiB a read, far above what a drive needs for full speed, and 150 MiB for three.
 DEFAULT_SUB_GROUP_NUMEL = 4 << 20
@@ -33,28 +35,6 @@ def _listed(given: Any) -> Any:
 
 NvmePath = Annotated[tuple[Path, ...] | None, BeforeValidator(_listed)]
 """One path or a list of them, as a tuple."""
-
-
-class Block(BaseModel):
-    """One JSON object. Subclasses list the keys that are known but have no effect here (`ignored`:
-    the work they tune is FSDP2's or the user's loop's) and those that are refused with a reason."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_enum_values=False)
-    ignored: ClassVar[frozenset[str]] = frozenset()
-    refused: ClassVar[Mapping[str, str]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _resolve_auto(cls, data: Any) -> Any:
-        if isinstance(data, BaseModel):
-            return data
-        if not isinstance(data, Mapping):
-            raise ValueError(f"must be a JSON object, got {type(data).__name__}")
-        return {
-            key: value
-            for key, value in data.items()
-            if not (value is None or value == "auto" or key in cls.ignored or key in cls.refused)
-        }
 
 
 class OffloadParamConfig(Block):
@@ -89,12 +69,11 @@ class OffloadParamConfig(Block):
             "destination, without read-ahead. Lower it if one huge shard dominates memory."
         ),
     )
-    max_in_cpu: int = Field(
+    max_in_cpu: ElementCount = Field(
         default=1_000_000_000,
-        ge=0,
         description=(
-            "Elements of a rank kept in host memory between uses, in extra slots. 0 takes "
-            "the least memory."
+            "Elements of a rank kept in host memory between uses, in extra slots; text with a unit "
+            "is bytes. 0 takes the least memory."
         ),
     )
     pin_memory: bool = Field(
@@ -110,7 +89,7 @@ class OffloadOptimizerConfig(Block):
     """`zero_optimization.offload_optimizer`: where fp32 masters and moments live between steps."""
 
     refused: ClassVar[Mapping[str, str]] = keys.OFFLOAD_OPTIMIZER_REFUSED
-    ignored: ClassVar[frozenset[str]] = keys.OFFLOAD_OPTIMIZER_IGNORED
+    ignored: ClassVar[Mapping[str, str]] = keys.OFFLOAD_OPTIMIZER_IGNORED
     device: OffloadDevice = Field(
         default=OffloadDevice.NONE,
         description=(
@@ -163,10 +142,14 @@ class OffloadOptimizerConfig(Block):
 class ZeroConfig(Block):
     """`zero_optimization`."""
 
-    ignored: ClassVar[frozenset[str]] = keys.ZERO_IGNORED
+    ignored: ClassVar[Mapping[str, str]] = keys.ZERO_IGNORED
     refused: ClassVar[Mapping[str, str]] = keys.ZERO_REFUSED
     stage: int = Field(
-        description="3: parameters, gradients and optimizer state are sharded. Only 3 is served."
+        description=(
+            "3: parameters, gradients and optimizer state are sharded. 1 and 2, which are the "
+            "same here: gathered parameters stay on the device from forward to the end of "
+            "backward, and only optimizer state is offloaded."
+        )
     )
     offload_param: OffloadParamConfig = Field(default_factory=OffloadParamConfig)
     offload_optimizer: OffloadOptimizerConfig = Field(default_factory=OffloadOptimizerConfig)
@@ -183,7 +166,7 @@ class ZeroConfig(Block):
 class AioConfig(Block):
     """`aio`: how the engine moves bytes."""
 
-    ignored: ClassVar[frozenset[str]] = keys.AIO_IGNORED
+    ignored: ClassVar[Mapping[str, str]] = keys.AIO_IGNORED
     refused: ClassVar[Mapping[str, str]] = keys.AIO_REFUSED
     block_size: int = Field(
         default=1 << 20,
@@ -241,20 +224,6 @@ class OptimizerBlock(Block):
     )
 
 
-class PrecisionBlock(Block):
-    """`bf16` and `fp16`."""
-
-    ignored: ClassVar[frozenset[str]] = keys.PRECISION_IGNORED
-    refused: ClassVar[Mapping[str, str]] = keys.PRECISION_REFUSED
-    enabled: bool = Field(
-        default=False,
-        description=(
-            "Compute in this precision; reductions, masters and moments stay fp32. Only "
-            "bf16 is served."
-        ),
-    )
-
-
 class SwapBlock(Block):
     """`nvmeswap`: what DeepSpeed has no key for."""
 
@@ -291,7 +260,7 @@ class SwapBlock(Block):
         gt=0,
         description="Longest wait for one transfer or slot. Raise it for slow or shared drives.",
     )
-    host_memory_nbytes: int | None = Field(
+    host_memory_nbytes: ByteCount | None = Field(
         default=None,
         ge=1,
         description=(
@@ -299,8 +268,23 @@ class SwapBlock(Block):
             "class. Left out: what the counts ask for."
         ),
     )
-    min_swap_nbytes: int = Field(
+    min_swap_nbytes: ByteCount = Field(
         default=32 << 10,
         ge=0,
         description="Parameter shards smaller than this stay in host memory.",
+    )
+    keep_resident_bytes: ByteCount = Field(
+        default=0,
+        ge=0,
+        description=(
+            "Device memory for shards that are not swapped: those that fit, in the order of the "
+            "parameters. Used before host memory, as that is before the drive."
+        ),
+    )
+    overlap_step: bool = Field(
+        default=False,
+        description=(
+            "Update a parameter during backward, as soon as its gradient is final, and not in "
+            "step()."
+        ),
     )

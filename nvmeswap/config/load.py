@@ -19,23 +19,22 @@ import difflib
 import json
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, Field, ValidationError
 
 from nvmeswap.config import keys
+from nvmeswap.config.block import Block
 from nvmeswap.config.blocks import (
     AioConfig,
-    Block,
     OffloadDevice,
-    OffloadOptimizerConfig,
     OptimizerBlock,
-    PrecisionBlock,
     SwapBlock,
     ZeroConfig,
 )
+from nvmeswap.config.precision import Bf16Block, Fp16Block
 from nvmeswap.errors import SwapConfigError, SwapPathError
 
 
@@ -46,16 +45,28 @@ class SameDriveWarning(UserWarning):
 class Config(Block):
     """The whole JSON. `load` is the way in; the other constructors don't check paths."""
 
-    ignored: ClassVar[frozenset[str]] = keys.OUTERMOST_IGNORED
+    ignored: ClassVar[Mapping[str, str]] = keys.OUTERMOST_IGNORED
     refused: ClassVar[Mapping[str, str]] = keys.OUTERMOST_REFUSED
     zero_optimization: ZeroConfig
-    bf16: PrecisionBlock = Field(default_factory=PrecisionBlock)
-    fp16: PrecisionBlock = Field(default_factory=PrecisionBlock)
+    bf16: Bf16Block = Field(default_factory=Bf16Block)
+    fp16: Fp16Block = Field(default_factory=Fp16Block)
     optimizer: OptimizerBlock | None = None
     aio: AioConfig = Field(default_factory=AioConfig)
     nvmeswap: SwapBlock = Field(default_factory=SwapBlock)
+    gradient_accumulation_steps: int = Field(
+        default=1,
+        ge=1,
+        description=(
+            "Backward passes that make one step. The loop makes them; only overlap_step must know."
+        ),
+    )
     gradient_clipping: float = Field(
-        default=0.0, description="Only 0: call optimizer.clip_grad_norm_ in the loop."
+        default=0.0,
+        ge=0,
+        description=(
+            "The norm, over all parameters, that step() clips gradients to, unless "
+            "optimizer.clip_grad_norm_ was called since the last step. 0: none."
+        ),
     )
 
     @classmethod
@@ -89,19 +100,28 @@ class Config(Block):
     def _check_meaning(self) -> None:
         zero = self.zero_optimization
         param, optimizer = zero.offload_param, zero.offload_optimizer
-        if zero.stage != 3:
-            _refuse_stage(zero.stage, param.device)
-        if self.fp16.enabled:
+        _check_stage(zero.stage, param.device)
+        if self.fp16.enabled and self.bf16.enabled:
             raise SwapConfigError(
-                "fp16 with loss scaling is not served",
-                key="fp16.enabled",
-                fix='use "bf16": {"enabled": true} or fp32',
+                "bf16 and fp16 are both enabled", key="fp16.enabled", fix="enable one of them"
             )
-        if self.gradient_clipping:
+        if self.gradient_clipping and optimizer.device is OffloadDevice.NONE:
             raise SwapConfigError(
-                "gradient_clipping is not served yet",
+                "gradient_clipping is done by the swapped optimizer, and nothing is offloaded",
                 key="gradient_clipping",
-                fix="call optimizer.clip_grad_norm_(max_norm) between backward and step",
+                fix="call torch.nn.utils.clip_grad_norm_ between backward and step",
+            )
+        if self.nvmeswap.overlap_step and (self.fp16.enabled or self.gradient_clipping):
+            asks = "fp16" if self.fp16.enabled else "gradient_clipping"
+            raise SwapConfigError(
+                f"{asks} needs all gradients before the first update, overlap_step makes it before",
+                key="nvmeswap.overlap_step",
+                fix=f"leave out overlap_step or {asks}",
+            )
+        if self.nvmeswap.keep_resident_bytes and param.device is OffloadDevice.NONE:
+            warnings.warn(
+                "nvmeswap.keep_resident_bytes is without effect: no parameter is offloaded",
+                stacklevel=4,
             )
         for name, block in (("offload_param", param), ("offload_optimizer", optimizer)):
             if block.device is OffloadDevice.NVME:
@@ -222,7 +242,7 @@ def _read(source: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
 def _check_keys(block: type[Block], data: Mapping[str, Any], prefix: str) -> None:
     """Unknown and refused keys, here and in the blocks inside. Says nothing about values."""
     spelled_otherwise = {"thread_count", "num_threads"} if block is AioConfig else set()
-    known = set(block.model_fields) | block.ignored | spelled_otherwise
+    known = set(block.model_fields) | set(block.ignored) | spelled_otherwise
     for key, value in data.items():
         place = f"{prefix}{key}"
         if key in block.refused:
@@ -249,24 +269,31 @@ def _is_inert(key: str, value: Any) -> bool:
 def _warn_of_no_effect(data: Mapping[str, Any]) -> None:
     """One warning for all settings that DeepSpeed obeys and we don't. (The outermost block's are
     for the user's loop, which reads them itself.)"""
-    zero = data["zero_optimization"]
-    blocks: list[tuple[str, type[Block], Any]] = [
-        ("zero_optimization", ZeroConfig, zero),
-        (
-            "zero_optimization.offload_optimizer",
-            OffloadOptimizerConfig,
-            zero.get("offload_optimizer"),
-        ),
-        ("aio", AioConfig, data.get("aio")),
-    ]
-    named = [
-        f"{name}.{key}"
-        for name, block, given in blocks
-        for key, value in (given or {}).items()
-        if key in block.ignored and value not in (None, "auto")
-    ]
-    if named:
-        warnings.warn("without effect in nvmeswap: " + ", ".join(named), stacklevel=4)
+    by_reason: dict[str, list[str]] = {}
+    for place, reason in _without_effect(Config, data, ""):
+        by_reason.setdefault(reason, []).append(place)
+    if by_reason:
+        told = [f"{', '.join(places)} ({reason})" for reason, places in by_reason.items()]
+        warnings.warn("without effect in nvmeswap: " + "; ".join(told), stacklevel=4)
+
+
+def _without_effect(
+    block: type[Block], data: Mapping[str, Any], prefix: str
+) -> Iterator[tuple[str, str]]:
+    """Place and reason of each key that asks for something and gets nothing."""
+    for key, value in data.items():
+        field = block.model_fields.get(key)
+        inner = None if field is None else _block_of(field.annotation)
+        if inner is not None and isinstance(value, Mapping):
+            yield from _without_effect(inner, value, f"{prefix}{key}.")
+        elif prefix and key in block.ignored and not _is_as_it_is(key, value):
+            yield f"{prefix}{key}", block.ignored[key]
+
+
+def _is_as_it_is(key: str, value: Any) -> bool:
+    """True for what is done anyway. DeepSpeed's own tuner writes booleans as text."""
+    told = {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
+    return told in (None, "auto") or keys.AS_IT_IS.get(key) is told
 
 
 def _block_of(annotation: Any) -> type[Block] | None:
@@ -283,18 +310,24 @@ def _unknown_key(key: str, place: str, known: set[str], *, outermost: bool) -> N
     raise SwapConfigError(f"{place} is not a known key", key=place, fix=fix)
 
 
-def _refuse_stage(stage: int, param_device: OffloadDevice) -> None:
-    if param_device is not OffloadDevice.NONE:
+def _check_stage(stage: int, param_device: OffloadDevice) -> None:
+    if stage < 3 and param_device is not OffloadDevice.NONE:
         raise SwapConfigError(
             f"offload_param has no effect at stage {stage}: parameters are not sharded there",
             key="zero_optimization.offload_param",
             fix='set "zero_optimization.stage" to 3, or leave offload_param out',
         )
-    raise SwapConfigError(
-        f"stage {stage} is not served",
-        key="zero_optimization.stage",
-        fix='set "zero_optimization.stage" to 3',
-    )
+    if stage == 0:
+        raise SwapConfigError(
+            "stage 0 shards nothing: every rank would have all optimizer state on its drive",
+            key="zero_optimization.stage",
+            fix='set "zero_optimization.stage" to 1, 2 or 3; one rank alone can also use '
+            "nvmeswap.SwappedOptimizer",
+        )
+    if stage not in (1, 2, 3):
+        raise SwapConfigError(
+            f"there is no stage {stage}", key="zero_optimization.stage", fix="use 1, 2 or 3"
+        )
 
 
 def _config_error(error: ValidationError) -> SwapConfigError:

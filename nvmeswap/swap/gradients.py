@@ -59,6 +59,10 @@ class HostGradients:
         self._wait(key)
         return self._gradients.get(key)
 
+    def dtype(self, key: str) -> torch.dtype:
+        """Of a gradient that is there."""
+        return self._gradients[key].dtype
+
     def norms(self, keys: Iterable[str], norm_type: float) -> list[torch.Tensor]:
         """The norm of each gradient (0 for an empty one), where it was taken on arrival that one.
         Once asked, they are taken on arrival."""
@@ -81,6 +85,20 @@ class HostGradients:
         gradient = self._gradients[key]
         gradient.mul_(scale.to(gradient.dtype))
         self._norms.pop(key, None)
+
+    def unscale(
+        self, keys: Iterable[str], inverse_scale: torch.Tensor, found_inf: torch.Tensor
+    ) -> None:
+        """Multiply the gradients of `keys` by `inverse_scale`, as torch.amp.GradScaler does;
+        `found_inf` becomes 1 if one of their values is not finite."""
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for key in keys:
+            self._wait(key)
+            self._norms.pop(key, None)
+            gradient = self._gradients[key]
+            by_dtype.setdefault(gradient.dtype, []).append(gradient)
+        for gradients in by_dtype.values():
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
 
     def clear(self, keys: Iterable[str] | None = None) -> None:
         """Forget the gradients of `keys`, None: of all."""

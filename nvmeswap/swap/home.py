@@ -78,6 +78,23 @@ class ParameterHome(Protocol):
     def zero_gradients(self, *, set_to_none: bool) -> None:
         """Forget or zero the gradients that are not in `parameter.grad`."""
 
+    # For steps that begin during backward:
+
+    @property
+    def gradient_comes_once(self) -> bool:
+        """True if a backward pass tells of each gradient once, when it is final in that pass."""
+
+    def begin_overlapped_step(self, error: SwapError | None) -> None:
+        """Called in backward, on all ranks, before the first update; raises on all of them if one
+        has an `error`, or its gradients are of no use."""
+
+    def end_overlapped_pass(self) -> None:
+        """Called when backward is over, on all ranks; raises on all of them if a gradient that may
+        have been used was of no use."""
+
+    def forget_gradient(self, parameter: torch.Tensor) -> None:
+        """Its gradient has been used."""
+
 
 class ResidentHome:
     """Parameters in memory, on the CPU or a GPU; gradients in `parameter.grad`.
@@ -163,6 +180,18 @@ class ResidentHome:
         self._versions.update({parameter: parameter._version for parameter in parameters})
 
     def zero_gradients(self, *, set_to_none: bool) -> None: ...
+
+    @property
+    def gradient_comes_once(self) -> bool:
+        return True
+
+    def begin_overlapped_step(self, error: SwapError | None) -> None:
+        self.after_step(error)
+
+    def end_overlapped_pass(self) -> None: ...
+
+    def forget_gradient(self, parameter: torch.Tensor) -> None:
+        parameter.grad = None
 
 
 def refuse_odd_dtype(dtype: torch.dtype) -> None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from nvmeswap.errors import SwapConfigError, SwapUsageError
 from nvmeswap.swap.traffic import SubGroup
@@ -33,8 +32,8 @@ class OverlapSettings:
     `gradient_accumulation_steps`: backward passes that make one step; gradients are final in the
     last of them. `clip_norm`: each parameter's gradient is clipped to this norm on its own, because
     the norm over all of them is known only when it is too late. Learning rates and other options
-    are those of the moment when the first gradient is final. For one process: with several ranks
-    gradients would be used before they are reduced.
+    are those of the moment when the first gradient is final. Parameters in memory: for one process,
+    because with several ranks gradients would be used before they are reduced.
     """
 
     gradient_accumulation_steps: int = 1
@@ -64,12 +63,8 @@ class BackwardOverlap:
         settings: OverlapSettings,
         parameters: Iterable[torch.Tensor],
     ) -> None:
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            raise SwapUsageError(
-                "with several ranks a gradient is reduced after its hook, too late for its update",
-                fix="leave out `overlap`",
-            )
         self._optimizer = optimizer
+        self._home = optimizer.home
         self._settings = settings
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._changed = threading.Condition()  # of what follows
@@ -82,6 +77,9 @@ class BackwardOverlap:
         self._pass: int | None = None  # autograd's number of the one under way
         self._job: Job[None] | None = None
         self._last_order: dict[str, int] = {}
+        # How often backward tells of each gradient, in the last pass of this step and of the last.
+        self._times: Counter[str] = Counter()
+        self._last_times: Counter[str] = Counter()
         self.watch(parameters)
 
     def watch(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -122,6 +120,7 @@ class BackwardOverlap:
                 self._all_queued = torch.cuda.Event()
                 self._all_queued.record()
             self._all_final = True
+            self._last_times = self._times or self._last_times
             self._changed.notify_all()
         if self._job is None:
             return False
@@ -139,6 +138,7 @@ class BackwardOverlap:
         with self._changed:
             self._last_order = self._final or self._last_order
             self._final, self._unused, self._queued = {}, Counter(), {}
+            self._times = Counter()
             self._all_queued = None
             self._all_final = False
             self._pass_count, self._pass = 0, None
@@ -158,8 +158,13 @@ class BackwardOverlap:
             self._pass_count += 1
         if self._pass_count < self._settings.gradient_accumulation_steps:
             return
-        self._optimizer.check_gradient(parameter)
-        key = self._optimizer.key_of(parameter)
+        self._home.has_gradient(parameter)  # or it is refused
+        key = self._home.key_of(parameter)
+        self._times[key] += 1
+        if not self._home.gradient_comes_once:
+            usual = self._last_times.get(key)
+            if usual is None or self._times[key] < usual:
+                return  # there may be more
         if key in self._final or self._pass_count > self._settings.gradient_accumulation_steps:
             what = f"a gradient of shape {tuple(parameter.shape)} came after its update had begun"
             self._optimizer.swapper.tear(what)
@@ -181,9 +186,9 @@ class BackwardOverlap:
             self._changed.notify_all()
 
     def _scale(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        if self._settings.clip_norm is None or parameter.grad is None:
+        if self._settings.clip_norm is None or not self._home.has_gradient(parameter):
             return None
-        norm = torch.linalg.vector_norm(parameter.grad)
+        norm = torch.linalg.vector_norm(self._home.gradient(parameter))
         return torch.clamp(self._settings.clip_norm / (norm + 1e-6), max=1.0).cpu()
 
     def _in_expected_order(self, groups: list[SubGroup]) -> list[int]:
@@ -204,7 +209,7 @@ class BackwardOverlap:
         for segment in group.layout.segments:
             self._unused[segment.key] -= 1
             if self._unused[segment.key] == 0 and segment.key in self._final:
-                self._optimizer.parameter(segment.key).grad = None
+                self._home.forget_gradient(self._optimizer.parameter(segment.key))
 
     def _ready(self, group: SubGroup, stopped: Callable[[], bool]) -> None:
         keys = {segment.key for segment in group.layout.segments}

@@ -3,76 +3,28 @@ checkpoint files, single values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from nvmeswap.errors import SwapClosedError, SwapUsageError
-from nvmeswap.swap.elementwise import ElementwiseOptimizer
-from nvmeswap.swap.home import ParameterHome
-from nvmeswap.swap.optimizer import PipelinedOptimizerSwapper
+from nvmeswap.errors import SwapUsageError
 from nvmeswap.swap.saved_states import SavedStates, save_states
-from nvmeswap.swap.states import OptimizerStates, Source
+from nvmeswap.swap.states import Source
+from nvmeswap.swap.stepping import SteppingOptimizer
 from nvmeswap.swap.sub_group import MASTER
 
 # How torch computes, not what: a state that is loaded leaves these as they are.
 _HOW_IT_RUNS = ("fused", "foreach", "capturable", "differentiable")
 
 
-class StatefulOptimizer(Optimizer):
-    """The base of `SwappedOptimizer`: parameters by key and their states. `self.state` has only
-    the scalars (step counts) of a parameter; its states are the swapper's."""
+class StatefulOptimizer(SteppingOptimizer):
+    """The base of `SwappedOptimizer`: what is saved and loaded."""
 
-    _rule: ElementwiseOptimizer
-    _home: ParameterHome
-    _states: OptimizerStates
-    _swapper: PipelinedOptimizerSwapper | None
-    _state_dtype: torch.dtype
-    _by_key: dict[str, torch.Tensor]
-    # With what must not change: its states were laid out for it.
-    _owned: dict[torch.Tensor, tuple[Any, ...]]
-    # Parameters that have been updated: those with states. (A class may have no step count.)
-    _started: set[str]
     # Those whose exact values were given from outside, so that they are saved before any update.
     _given: set[str]
-
-    def _own(self, parameters: Iterable[torch.Tensor]) -> None:
-        for parameter in parameters:
-            self._by_key[self._home.key_of(parameter)] = parameter
-            self._owned[parameter] = _kind(parameter)
-
-    def key_of(self, parameter: torch.Tensor) -> str:
-        """The name that its states are stored under."""
-        return self._home.key_of(parameter)
-
-    def parameter(self, key: str) -> torch.Tensor:
-        """The parameter of that name."""
-        return self._by_key[key]
-
-    def parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Those that are updated, by key."""
-        return self._by_key.items()
-
-    def _refuse_strangers(self) -> None:
-        """A parameter that was frozen when the optimizer was built has no state here."""
-        for parameter, kind in self._owned.items():
-            if _kind(parameter) != kind:
-                raise SwapUsageError(
-                    f"a parameter was changed from {kind} to {_kind(parameter)} (dtype, device, "
-                    "shape, stride) after this optimizer was built",
-                    fix="change it back, or build the optimizer anew",
-                )
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter not in self._owned and parameter.grad is not None:
-                    raise SwapUsageError(
-                        f"a parameter of shape {tuple(parameter.shape)} was frozen when this "
-                        "optimizer was built, and has a gradient now",
-                        fix="set requires_grad first, then build the optimizer",
-                    )
 
     # --- all of it ----------------------------------------------------------------------------
 
@@ -225,14 +177,6 @@ class StatefulOptimizer(Optimizer):
             raise SwapUsageError("that parameter is not one of this optimizer's")
         return self._home.key_of(parameter)
 
-    def _refuse_in_a_step(self, *, may_be_torn: bool = False) -> None:
-        """Raise if a step is unfinished, a state half written, or the optimizer closed."""
-        raise NotImplementedError
-
-    def _forget_step(self) -> None:
-        """A step that is unfinished will never be finished."""
-        raise NotImplementedError
-
     def _numbered(self) -> list[tuple[int, torch.Tensor]]:
         """Parameters with the numbers that a state_dict knows them by."""
         return list(enumerate(p for group in self.param_groups for p in group["params"]))
@@ -241,22 +185,3 @@ class StatefulOptimizer(Optimizer):
         raise SwapUsageError(
             "a swapped optimizer can't be copied or pickled", fix="save its state_dict()"
         )
-
-    @property
-    def swapper(self) -> PipelinedOptimizerSwapper:
-        """The state's swapper."""
-        return self._attached()
-
-    @property
-    def states(self) -> OptimizerStates:
-        """Masters and states by the parameters' keys."""
-        return self._states
-
-    def _attached(self) -> PipelinedOptimizerSwapper:
-        if self._swapper is None:
-            raise SwapClosedError("this optimizer is closed", fix="build a new one")
-        return self._swapper
-
-
-def _kind(parameter: torch.Tensor) -> tuple[Any, ...]:
-    return (parameter.dtype, parameter.device, tuple(parameter.shape), parameter.stride())

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+from nvmeswap.swap.elementwise import ElementwiseOptimizer
+from nvmeswap.swap.sub_group import StateItem
+
 
 @dataclass(eq=False, slots=True)
 class Step:
@@ -45,3 +48,19 @@ def options_now(
         }
         options.update({key_of(parameter): copied for parameter in group["params"]})
     return options
+
+
+def check_options(
+    rule: ElementwiseOptimizer,
+    item_of: Callable[[str], StateItem | None],
+    before: Mapping[str, Mapping[str, Any] | None],
+    options: Mapping[str, dict[str, Any]],
+) -> None:
+    """Options that need other states than there are must not be found in mid-update. Raises
+    SwapUsageError."""
+    checked = set()
+    for key, scalars in before.items():
+        item, group, is_first = item_of(key), options[key], scalars is None
+        if item is not None and (id(group), item.states, is_first) not in checked:
+            rule.check(item.states, group, is_first=is_first)
+            checked.add((id(group), item.states, is_first))

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from nvmeswap.config import AioConfig, SwapBlock
-from nvmeswap.errors import SwapConfigError, SwapError, SwapUsageError
+from nvmeswap.errors import SwapConfigError, SwapUsageError
 from nvmeswap.stats import OptimizerStats
 from nvmeswap.swap.elementwise import ElementwiseOptimizer
 from nvmeswap.swap.home import ParameterHome, ResidentHome
-from nvmeswap.swap.optimizer import DEFAULT_BUFFER_COUNT, PipelinedOptimizerSwapper, Ready
+from nvmeswap.swap.optimizer import DEFAULT_BUFFER_COUNT, PipelinedOptimizerSwapper
 from nvmeswap.swap.overlap import BackwardOverlap, OverlapSettings
 from nvmeswap.swap.sizing import Sizing, open_space
 from nvmeswap.swap.space import SwapSpace
 from nvmeswap.swap.stateful import StatefulOptimizer
 from nvmeswap.swap.states import OptimizerStates, halves_to_read
-from nvmeswap.swap.step import Step, options_now
 from nvmeswap.swap.sub_group import STATE_DTYPE, StateItem, SubGroupLayout
-from nvmeswap.swap.traffic import SubGroup
-from nvmeswap.swap.update import Scratch, Turn, update_segment
-from nvmeswap.swap.worker import Job
+from nvmeswap.swap.update import Scratch
 from nvmeswap.timeline import Timeline
 
 _Optimizer = TypeVar("_Optimizer", bound="SwappedOptimizer")
@@ -67,8 +65,6 @@ class SwappedOptimizer(StatefulOptimizer):
     """
 
     _space: SwapSpace | None
-    _overlap: BackwardOverlap | None
-    _step: Step | None
     _timeline: Timeline | None = None
 
     def __init__(
@@ -186,151 +182,16 @@ class SwappedOptimizer(StatefulOptimizer):
 
     def overlap_backward(self, settings: OverlapSettings) -> None:
         """From now on update during backward."""
+        if self._home.gradient_comes_once and _has_peers():
+            raise SwapUsageError(
+                "with several ranks a gradient is reduced after its hook, too late for its update",
+                fix="leave out `overlap`, or shard the model by nvmeswap.zero3",
+            )
         self._overlap = BackwardOverlap(self, settings, self._trained())
         # GradScaler then leaves the gradients alone and shows itself in step(), which refuses it.
         self._step_supports_amp_scaling = True
 
     # --- torch.optim.Optimizer ----------------------------------------------------------------
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient.
-
-        After an error nothing is lost: the next call goes on with the sub-groups that are left.
-        """
-        if closure is not None:
-            raise SwapUsageError(
-                "step(closure) is not served",
-                fix="compute the loss and call backward() before step()",
-            )
-        swapper, overlap = self._attached(), self._overlap
-        if overlap is not None:
-            overlap.refuse_grad_scaler()
-        if self._home.is_alone:
-            swapper.refuse_torn()
-        is_new = self._step is None
-        if is_new:
-            self._begin_step(swapper)
-        step = self._step
-        assert step is not None
-        error = None
-        try:  # from here on other ranks wait for what became of it
-            if overlap is not None and overlap.finish():
-                step.walked = not step.remaining
-            swapper.refuse_torn()
-            if not step.walked:
-                if not is_new:
-                    self._refuse_lost_gradients(swapper, step)
-                swapper.walk(self._visit, step.remaining)
-                step.walked = True
-        except SwapError as failure:
-            error = failure
-        self._home.after_step(error)
-        for key, scalars in step.after.items():
-            self.state[self._by_key[key]] = scalars
-        self._started |= step.after.keys()
-        self._home.forget_edits(self._by_key[key] for key in step.after)
-        self._forget_step()
-
-    def start_step(
-        self, order: Callable[[list[SubGroup]], list[int]], ready: Ready
-    ) -> Job[None]:
-        """Begin a step, over all parameters, whose gradients are still to come: for the overlap."""
-        swapper = self._attached()
-        swapper.refuse_torn()
-        self._begin_step(swapper, order)
-        assert self._step is not None
-        return swapper.start_walk(self._visit, self._step.remaining, ready)
-
-    def _begin_step(
-        self,
-        swapper: PipelinedOptimizerSwapper,
-        order: Callable[[list[SubGroup]], list[int]] | None = None,
-    ) -> None:
-        self._refuse_strangers()
-        self._home.before_step()
-        options = options_now(self.param_groups, self._home.key_of)
-        keys = {
-            key
-            for key, parameter in self._by_key.items()
-            if key in options and (order is not None or self._home.has_gradient(parameter))
-        }
-        expected = set(keys) if order is None else set()
-        before: dict[str, Mapping[str, Any] | None] = {
-            key: dict(self.state[self._by_key[key]]) if key in self._started else None
-            for key in keys
-        }
-        edits = {key: self._home.edited_values(self._by_key[key]) for key in keys}
-        self._check_options(swapper, before, options)
-        remaining = swapper.order(keys) if order is None else order(swapper.groups_of(keys))
-        self._step = Step(before, edits, options, expected, remaining)
-
-    def _check_options(
-        self,
-        swapper: PipelinedOptimizerSwapper,
-        before: Mapping[str, Mapping[str, Any] | None],
-        options: Mapping[str, dict[str, Any]],
-    ) -> None:
-        """Options that need other states than there are must not be found in mid-update."""
-        checked = set()
-        for key, scalars in before.items():
-            item, group, is_first = swapper.item(key), options[key], scalars is None
-            if item is not None and (id(group), item.states, is_first) not in checked:
-                self._rule.check(item.states, group, is_first=is_first)
-                checked.add((id(group), item.states, is_first))
-
-    def _refuse_lost_gradients(self, swapper: PipelinedOptimizerSwapper, step: Step) -> None:
-        for key in swapper.keys_of(step.remaining) & step.expected:
-            if not self._home.has_gradient(self._by_key[key]):
-                raise SwapUsageError(
-                    "gradients were forgotten in the middle of a step that failed",
-                    fix="go back to a checkpoint; next time call step() again first",
-                )
-
-    def _visit(self, sub_group: SubGroup) -> bool:
-        """Update what has a gradient in a sub-group that is in memory; True if anything has."""
-        step = self._step
-        assert step is not None
-        changed, breathe = False, self._attached().breathe
-        for segment in sub_group.layout.segments:
-            turn = self._turn(step, segment.key)
-            if turn is None:
-                continue
-            changed = True
-            in_place = self._home.in_place(self._by_key[segment.key])
-            step.after[segment.key] = update_segment(
-                self._rule, segment, sub_group.memory, in_place, turn, self._scratch, breathe
-            )
-            if in_place is None:
-                self._states.publish_with(sub_group, segment)
-        if self._overlap is not None:
-            self._overlap.used(sub_group)
-        return changed
-
-    def _turn(self, step: Step, key: str) -> Turn | None:
-        if key not in step.before:
-            return None
-        gradient = self._home.gradient(self._by_key[key])
-        if gradient is None:
-            return None
-        return Turn(
-            gradient, self._scales.get(key), step.before[key], step.options[key], step.edits[key]
-        )
-
-    def check_gradient(self, parameter: torch.Tensor) -> None:
-        """Raise SwapUsageError if its gradient can't be used."""
-        self._home.has_gradient(parameter)
-
-    def expect_gradient(self, key: str, scale: torch.Tensor | None) -> None:
-        """A gradient of the step under way is final; it is to be multiplied by `scale`."""
-        assert self._step is not None
-        self.scale_gradient(key, scale)
-        self._step.expected.add(key)
-
-    def scale_gradient(self, key: str, scale: torch.Tensor | None) -> None:
-        """In the step under way, or else the next one."""
-        if scale is not None:
-            self._scales[key] = scale
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; gradients that are kept on the host are forgotten (or zeroed), too."""
@@ -375,6 +236,12 @@ class SwappedOptimizer(StatefulOptimizer):
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """As torch.nn.utils.clip_grad_norm_ over all parameters of this optimizer."""
+        self._refuse_to_clip_in_overlap()
+        return torch.nn.utils.clip_grad_norm_(
+            self._by_key.values(), max_norm, norm_type, error_if_nonfinite
+        )
+
+    def _refuse_to_clip_in_overlap(self) -> None:
         if self._overlap is not None:
             raise SwapUsageError(
                 "the total norm is known only when backward is over, and by then parameters have "
@@ -382,32 +249,8 @@ class SwappedOptimizer(StatefulOptimizer):
                 fix="give OverlapSettings(clip_norm=...), which clips each parameter's gradient on "
                 "its own, or don't overlap",
             )
-        return torch.nn.utils.clip_grad_norm_(
-            self._by_key.values(), max_norm, norm_type, error_if_nonfinite
-        )
 
     # --- beyond torch -------------------------------------------------------------------------
-
-    def _refuse_in_a_step(self, *, may_be_torn: bool = False) -> None:
-        swapper = self._attached()
-        if self._step is not None:
-            raise SwapUsageError(
-                "a step is unfinished: its state is of two steps", fix="call step() again first"
-            )
-        if not may_be_torn:
-            swapper.refuse_torn()
-
-    def _forget_step(self) -> None:
-        if self._overlap is not None:
-            self._overlap.abandon()
-        self._step = None
-        self._scales.clear()
-
-    @property
-    def step_is_unfinished(self) -> bool:
-        """True if a step failed or was interrupted half-way: `step` must be called again, with the
-        gradients as they are."""
-        return self._step is not None
 
     def flush(self) -> None:
         """Wait until all state is on NVMe; raises what went wrong."""
@@ -447,3 +290,7 @@ class SwappedOptimizer(StatefulOptimizer):
             for parameter in group["params"]
             if parameter.requires_grad
         ]
+
+
+def _has_peers() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nvmeswap.config import Config, OffloadDevice
+from nvmeswap.config import Config, OffloadDevice, elements
 from nvmeswap.memory.budget import exact_slot_classes
 from nvmeswap.memory.heap import release_freed_memory
 from nvmeswap.memory.pool import Pool
@@ -25,6 +25,7 @@ from nvmeswap.zero3.entries import Entry, entries_of
 from nvmeswap.zero3.guard import guard_module_calls
 from nvmeswap.zero3.home import ShardedHome
 from nvmeswap.zero3.optimizer import ShardedOptimizer
+from nvmeswap.zero3.placement import keep_resident
 from nvmeswap.zero3.swap import ZeroSwap
 
 
@@ -45,6 +46,7 @@ def swap_shards(
     zero = settings.zero_optimization
     swaps_params = zero.offload_param.device is not OffloadDevice.NONE
     entries = entries_of(model, swapped=swaps_params)
+    keep_resident(entries, settings.nvmeswap.keep_resident_bytes)
     home = ShardedHome(model, entries, agreement)
     trained = [entry.parameter for entry in entries if entry.parameter.requires_grad]
     optimizer: ShardedOptimizer = ShardedOptimizer.over(cls, trained, home, **options)
@@ -77,6 +79,8 @@ def swap_shards(
         )
         optimizer.norm_group = fsdp.shard_group(entries[0].record)
         optimizer.norm_device = agreement.device
+        optimizer.gradient_clipping = settings.gradient_clipping
+        optimizer.expects_scaler = settings.fp16.enabled
         _let_go(model, entries, optimizer, home)
     except BaseException:
         space.close()
@@ -93,15 +97,16 @@ def _thread_count(share: float | None) -> int:
 def _write_parameters(
     settings: Config, entries: Sequence[Entry], space: SwapSpace
 ) -> PartitionedParamSwapper:
-    placement = _placement(settings)
+    swapped = [entry for entry in entries if entry.swapped]
+    placement = _placement(settings, swapped)
     params = PartitionedParamSwapper(
-        [entry.spec for entry in entries],
+        [entry.spec for entry in swapped],
         placement,
         store=space.store if placement.on_nvme else None,
         pool=space.pools["parameters"],
         timeout_s=space.timeout_s,
     )
-    for entry in entries:
+    for entry in swapped:
         assert entry.local is not None
         params.write(entry.key, entry.local.view(-1))
     return params
@@ -126,8 +131,8 @@ def _pools(
     device: torch.device,
 ) -> dict[str, PoolRequest]:
     zero = settings.zero_optimization
-    placement = _placement(settings)
-    swapped = [entry.spec for entry in entries if entry.swapped]
+    swapped = [entry for entry in entries if entry.swapped]
+    placement = _placement(settings, swapped)
     on_nvme = zero.offload_optimizer.device is OffloadDevice.NVME
     gradient_sizes = [
         entry.numel * entry.parameter.dtype.itemsize
@@ -135,7 +140,8 @@ def _pools(
         if entry.parameter.requires_grad and device.type != "cpu"
     ]
     return {
-        "parameters": PoolRequest(placement.slot_classes(swapped), shrinks=placement.on_nvme),
+        "parameters": PoolRequest(
+            placement.slot_classes([entry.spec for entry in swapped]), shrinks=placement.on_nvme),
         "optimizer state": pool_request(
             layouts,
             buffer_count=zero.offload_optimizer.buffer_count,
@@ -160,12 +166,17 @@ def _gradient_memory(pool: Pool | None, entries: Sequence[Entry]) -> dict[str, t
     return memory
 
 
-def _placement(settings: Config) -> ParamPlacement:
+def _placement(settings: Config, swapped: Sequence[Entry]) -> ParamPlacement:
     param = settings.zero_optimization.offload_param
+    least_nbytes = settings.nvmeswap.min_swap_nbytes
+    largest_itemsize = max(
+        (each.store_dtype.itemsize for each in swapped if each.spec.nbytes >= least_nbytes),
+        default=1,
+    )
     return ParamPlacement(
         on_nvme=param.device is OffloadDevice.NVME,
-        min_swap_nbytes=settings.nvmeswap.min_swap_nbytes,
+        min_swap_nbytes=least_nbytes,
         buffer_count=param.buffer_count,
         largest_slot_numel=param.buffer_size,
-        max_in_cpu=param.max_in_cpu,
+        max_in_cpu=elements(param.max_in_cpu, itemsize=largest_itemsize),
     )

@@ -18,17 +18,24 @@ from torch.distributed.tensor import DTensor
 from nvmeswap.errors import SwapUsageError
 
 
-def shard_by_blocks(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+def shard_by_blocks(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    *,
+    keeps_gathered: bool = False,
+) -> None:
     """`fully_shard` every element of the outermost ModuleLists and Sequentials that has parameters,
-    then the model. A model that is sharded already stays as its user did it."""
+    then the model. A model that is sharded already stays as its user did it. `keeps_gathered`: what
+    forward has gathered serves backward, too."""
     if isinstance(model, FSDPModule):
         reshard_all(model)
         return
     _refuse_scalars(model)
     _refuse_ties_across_groups(model)
-    for block in _blocks(model):
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    reshard = False if keeps_gathered else None
+    for module in [*_blocks(model), model]:
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
 
 
 def _refuse_scalars(model: nn.Module) -> None:

@@ -72,6 +72,11 @@ class ShardedHome:
     def is_alone(self) -> bool:
         return self._agreement.alone
 
+    @property
+    def entries(self) -> Sequence[Entry]:
+        """All parameters, frozen ones included."""
+        return list(self._entries.values())
+
     def key_of(self, parameter: torch.Tensor) -> str:
         return self._entry(parameter).key
 
@@ -130,7 +135,8 @@ class ShardedHome:
         self, parameter: torch.Tensor, start: int, values: torch.Tensor
     ) -> list[StoreRequest]:
         entry = self._entry(parameter)
-        if self.params is not None:
+        if entry.swapped:
+            assert self.params is not None
             return self.params.update(entry.key, start, values.to(entry.store_dtype))
         assert entry.local is not None
         entry.local.view(-1)[start : start + values.numel()].copy_(values)
@@ -139,24 +145,41 @@ class ShardedHome:
     def shape(self, parameter: torch.Tensor) -> torch.Size:
         return self._entry(parameter).shape
 
+    gradient_comes_once = False  # a loss over the shards themselves, and one in chunks, come apart
+
+    def begin_overlapped_step(self, error: SwapError | None) -> None:
+        self._refuse_thawed()
+        try:
+            if error is not None:
+                self._agreement.report(error)
+            self._agreement.raise_if_any_rank_failed(
+                fix="call zero_grad() on all ranks and repeat forward and backward"
+            )
+        except SwapError:
+            self._pass = PassState.CUT_SHORT  # it was raised in backward
+            raise
+
+    def end_overlapped_pass(self) -> None:
+        if self._pass is not PassState.WHOLE:
+            raise SwapUsageError(
+                "backward was ended by an error after updates had begun",
+                intact="nothing: some parameters have been updated",
+                fix="load the last checkpoint, parameters included",
+            )
+        self._refuse_half_sharded()
+        self._agreement.raise_if_any_rank_failed(fix="load the last checkpoint on all ranks")
+
+    def forget_gradient(self, parameter: torch.Tensor) -> None:
+        self.gradients.clear([self._entry(parameter).key])
+
     def before_step(self) -> None:
         if self._pass is not PassState.WHOLE:
             raise SwapUsageError(
                 "the gradients come from a pass in which a shard could not be read",
                 fix="call zero_grad() on all ranks and repeat forward and backward",
             )
-        thawed = [entry.key for entry in self._frozen if entry.parameter.requires_grad]
-        if thawed:
-            raise SwapUsageError(
-                f"{thawed[0]} was frozen when the model was sharded and has no optimizer state",
-                fix="set requires_grad before nvmeswap.zero3.shard",
-            )
-        half_done = fsdp.gathered_after_backward(self._model)
-        if half_done:
-            raise SwapUsageError(
-                f"backward left {half_done[0]} gathered, with part of its gradient",
-                fix="use checkpoint(..., use_reentrant=False) around a block that is used twice",
-            )
+        self._refuse_thawed()
+        self._refuse_half_sharded()
         try:
             self._agreement.raise_if_any_rank_failed(
                 fix="call zero_grad() on all ranks and repeat forward and backward"
@@ -164,6 +187,22 @@ class ShardedHome:
         except SwapError:
             self._pass = PassState.VOID
             raise
+
+    def _refuse_thawed(self) -> None:
+        thawed = [entry.key for entry in self._frozen if entry.parameter.requires_grad]
+        if thawed:
+            raise SwapUsageError(
+                f"{thawed[0]} was frozen when the model was sharded and has no optimizer state",
+                fix="set requires_grad before nvmeswap.zero3.shard",
+            )
+
+    def _refuse_half_sharded(self) -> None:
+        half_done = fsdp.gathered_after_backward(self._model)
+        if half_done:
+            raise SwapUsageError(
+                f"backward left {half_done[0]} gathered, with part of its gradient",
+                fix="use checkpoint(..., use_reentrant=False) around a block that is used twice",
+            )
 
     def after_step(self, error: SwapError | None) -> None:
         if error is not None:
@@ -204,6 +243,8 @@ class ShardedHome:
         else:
             keys = [self._entries[id(p)].key for p in parameters if id(p) in self._entries]
         self._pass = PassState.WHOLE
+        for key in list(self.pending_scales) if keys is None else keys:
+            self.pending_scales.pop(key, None)
         if set_to_none:
             self.gradients.clear(keys)
         else:

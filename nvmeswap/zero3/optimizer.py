@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from nvmeswap.errors import SwapUsageError
+from nvmeswap.swap.optimizer import PipelinedOptimizerSwapper
 from nvmeswap.swap.overlap import OverlapSettings
 from nvmeswap.swap.swapped import SwappedOptimizer
+from nvmeswap.swap.traffic import SubGroup
 from nvmeswap.zero3.home import ShardedHome
 
 if TYPE_CHECKING:
@@ -19,18 +24,32 @@ if TYPE_CHECKING:
 
 class ShardedOptimizer(SwappedOptimizer):
     """`SwappedOptimizer` over the shards of an FSDP2 model. `swap` has its counters and closes
-    it."""
+    it.
+
+    `gradient_clipping`: the norm that `step` clips to where nobody clipped since the last one; 0:
+    it does not. `expects_scaler`: gradients are of fp16, and too small unless the loss was scaled.
+    """
 
     swap: ZeroSwap
     norm_group: dist.ProcessGroup
     norm_device: torch.device
+    gradient_clipping: float = 0.0
+    expects_scaler: bool = False
+    _is_clipped: bool = False
+    _is_unscaled: bool = False
+    # torch's GradScaler, which sees no gradient here, then shows itself in step().
+    _step_supports_amp_scaling: bool = True
 
     def overlap_backward(self, settings: OverlapSettings) -> None:
-        """Not for sharded parameters."""
-        raise SwapUsageError(
-            "updates during backward are not served for sharded parameters",
-            fix="leave them out; nvmeswap.SwappedOptimizer has them",
-        )
+        """From now on update during backward, from the second step on: the first one shows how
+        often FSDP2 tells of each gradient. To be called on all ranks. An error in such a backward
+        leaves some parameters updated, and all is refused until a checkpoint is loaded."""
+        if settings.clip_norm is not None:
+            raise SwapUsageError(
+                "a gradient's norm over all ranks is not known in time",
+                fix="leave out clip_norm, or don't overlap",
+            )
+        super().overlap_backward(settings)
 
     def close(self) -> None:
         """As `swap.close()`."""
@@ -57,13 +76,21 @@ class ShardedOptimizer(SwappedOptimizer):
         From the second call on, norms are taken as the gradients arrive; they are scaled while they
         are used, so nothing passes over them here.
         """
-        home = self._home
-        assert isinstance(home, ShardedHome)
-        home.pending_scales = self._scales
-        keys = [key for key in self._by_key if home.gradients.get(key) is not None]
-        for key in keys:
-            home.apply_scale(key)
-        parts = torch.zeros(len(keys), device=self.norm_device)
+        self._refuse_to_clip_in_overlap()
+        norm_type = float(norm_type)
+        if not norm_type > 0:
+            raise SwapUsageError(
+                f"there is no norm of order {norm_type} here", fix="use 1, 2, or math.inf"
+            )
+        home = self._sharded_home
+        keys = self._keys_to_change()
+        self._is_clipped = True
+        if not keys:
+            return torch.zeros((), device=self.norm_device)
+        dtypes = {home.gradients.dtype(key) for key in keys}
+        # As torch: norms of bf16 gradients are bf16.
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        parts = torch.zeros(len(keys), dtype=dtype, device=self.norm_device)
         for index, norm in enumerate(home.gradients.norms(keys, norm_type)):
             parts[index] = norm
         norms = self._over_ranks(parts, norm_type)
@@ -76,7 +103,86 @@ class ShardedOptimizer(SwappedOptimizer):
         self._scales.update(dict.fromkeys(keys, scale))
         return total
 
+    def unscale_gradients(self, inverse_scale: torch.Tensor) -> torch.Tensor:
+        """For `GradScaler`: multiply all gradients by `inverse_scale` in host memory. Returns, on
+        all ranks alike, 1 if any value on any rank is not finite, else 0."""
+        if self._overlap is not None:
+            raise SwapUsageError(
+                "parameters have been updated during backward, with scaled gradients",
+                intact="nothing", fix="load the last checkpoint; train in bf16, or don't overlap",
+            )
+        home = self._sharded_home
+        keys = self._keys_to_change()
+        if any(home.gradients.dtype(key) is torch.float16 for key in keys):
+            raise SwapUsageError(
+                "fp16 gradients can't be unscaled: they would round to zero",
+                fix="build the model in fp32; with fp16 enabled it computes in fp16 all the same",
+            )
+        found = torch.zeros(())
+        home.gradients.unscale(keys, inverse_scale.to("cpu"), found)
+        found = found.to(self.norm_device)
+        if not home.is_alone:
+            dist.all_reduce(found, dist.ReduceOp.MAX)
+        self._is_unscaled = True
+        return found
+
+    @contextmanager
+    def unscaled_by_its_scaler(self) -> Iterator[None]:
+        """While `GradScaler.step` runs: it has unscaled the gradients itself."""
+        self._step_supports_amp_scaling = False
+        try:
+            yield
+        finally:
+            self._step_supports_amp_scaling = True
+
+    def _begin_step(
+        self,
+        swapper: PipelinedOptimizerSwapper,
+        order: Callable[[list[SubGroup]], list[int]] | None = None,
+    ) -> None:
+        self._refuse_foreign_scaler()
+        if self.expects_scaler and not self._is_unscaled:
+            self.expects_scaler = False  # once is enough
+            warnings.warn(
+                "fp16 is enabled, but the loss was not scaled: small gradients are lost. Use "
+                "nvmeswap.zero3.GradScaler.from_config(config)",
+                stacklevel=4,
+            )
+        if self.gradient_clipping and not self._is_clipped and order is None:
+            self.clip_grad_norm_(self.gradient_clipping)
+        super()._begin_step(swapper, order)
+
+    def _refuse_foreign_scaler(self) -> None:
+        if not hasattr(self, "found_inf"):
+            return
+        for name in ("found_inf", "grad_scale"):
+            delattr(self, name)
+        raise SwapUsageError(
+            "torch.amp.GradScaler sees no gradient of sharded parameters: nothing was unscaled",
+            fix="use nvmeswap.zero3.GradScaler instead; it takes the same arguments",
+        )
+
+    def _forget_step(self) -> None:
+        super()._forget_step()
+        self._is_clipped = self._is_unscaled = False
+
+    @property
+    def _sharded_home(self) -> ShardedHome:
+        assert isinstance(self._home, ShardedHome)
+        return self._home
+
+    def _keys_to_change(self) -> list[str]:
+        """Of the gradients there are; scales that wait for their use are applied."""
+        home = self._sharded_home
+        home.pending_scales = self._scales
+        keys = [key for key in self._by_key if home.gradients.get(key) is not None]
+        for key in keys:
+            home.apply_scale(key)
+        return keys
+
     def _over_ranks(self, parts: torch.Tensor, norm_type: float) -> torch.Tensor:
+        """Norms of whole gradients from those of this rank's parts. (Where shards are replicated,
+        on a 2-D mesh, each replica has all of them.)"""
         if math.isinf(norm_type):
             dist.all_reduce(parts, dist.ReduceOp.MAX, group=self.norm_group)
             return parts

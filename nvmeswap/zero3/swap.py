@@ -9,7 +9,7 @@ import torch
 
 from nvmeswap.errors import SwapError, SwapUsageError
 from nvmeswap.io.probe import Drive
-from nvmeswap.stats import EngineStats, OptimizerStats, ParamStats, StoreStats
+from nvmeswap.stats import EngineStats, OptimizerStats, ParamStats, PlacementStats, StoreStats
 from nvmeswap.swap.params import PartitionedParamSwapper
 from nvmeswap.swap.space import SwapSpace
 from nvmeswap.swap.states import Source
@@ -19,6 +19,7 @@ from nvmeswap.zero3.agreement import Agreement
 from nvmeswap.zero3.entries import Entry
 from nvmeswap.zero3.home import ShardedHome
 from nvmeswap.zero3.optimizer import ShardedOptimizer
+from nvmeswap.zero3.placement import placement_of
 from nvmeswap.zero3.tensor import ShardHandle, SwappedTensor, register_source
 
 
@@ -31,6 +32,7 @@ class SwapStats:
     store: StoreStats | None
     params: ParamStats | None
     optimizer: OptimizerStats | None
+    placement: PlacementStats
     arena_nbytes: int
     locked_nbytes: int
     drives: tuple[Drive, ...]
@@ -124,12 +126,16 @@ class ZeroSwap:
 
     def stats(self) -> SwapStats:
         """All counters of this rank since the start."""
-        space = self._space
+        space, swapper = self._space, self._optimizer.swapper
+        gradients_nbytes = self._home.gradients.nbytes
         return SwapStats(
             engine=None if space.engine is None else space.engine.stats(),
             store=None if space.store is None else space.store.stats(),
             params=None if self._params is None else self._params.stats(),
-            optimizer=self._optimizer.swapper.stats(self._home.gradients.nbytes),
+            optimizer=swapper.stats(gradients_nbytes),
+            placement=placement_of(
+                self._home.entries, self._params, swapper, gradients_nbytes
+            ),
             arena_nbytes=0 if space.arena is None else space.arena.nbytes,
             locked_nbytes=0 if space.arena is None else space.arena.locked_nbytes,
             drives=() if space.probe is None else space.probe.drives,

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from nvmeswap.config import Config, OffloadDevice, OptimizerBlock
 from nvmeswap.errors import SwapConfigError, SwapError, SwapUsageError
 from nvmeswap.swap.adamw import SwappedAdamW
+from nvmeswap.swap.overlap import OverlapSettings
 from nvmeswap.swap.space import new_run_name
 from nvmeswap.zero3 import fsdp
 from nvmeswap.zero3.agreement import Agreement
@@ -54,9 +55,9 @@ def shard(
     offload devices "none", plain FSDP2 and torch.optim.AdamW(fused=True).
     Raises: SwapConfigError, SwapPathError, SwapBudgetError and SwapSpaceError before training.
     Blocking: writes all shards and the first optimizer state.
-    Gradients leave `parameter.grad` for host memory as they come: clip with
-    `optimizer.clip_grad_norm_` (torch's would see none), and `zero_grad` of either model or
-    optimizer forgets them.
+    Gradients leave `parameter.grad` for host memory as they come: clip with `gradient_clipping` or
+    `optimizer.clip_grad_norm_` (torch's would see none), scale losses with `zero3.GradScaler`;
+    `zero_grad` of either model or optimizer forgets them.
     """
     settings = Config.load(config)
     cls, options = _optimizer(settings.optimizer, optimizer)
@@ -64,9 +65,9 @@ def shard(
     _ensure_process_group(device)
     mesh = mesh or init_device_mesh(device.type, (dist.get_world_size(),))
     policy = _precision(settings)
-    fsdp.shard_by_blocks(model, mesh, policy)
-    _refuse_other_precision(model, policy)
     zero = settings.zero_optimization
+    fsdp.shard_by_blocks(model, mesh, policy, keeps_gathered=zero.stage < 3)
+    _refuse_other_precision(model, policy)
     if zero.offload_optimizer.device is OffloadDevice.NONE:
         return model, cls(model.parameters(), **_fused(cls), **options)
     return model, _swapped(model, settings, device, cls, options)
@@ -115,12 +116,16 @@ def _swapped(
             optimizer.close()
         raise
     assert optimizer is not None
+    if settings.nvmeswap.overlap_step:
+        optimizer.overlap_backward(OverlapSettings(settings.gradient_accumulation_steps))
     return optimizer
 
 
 def _precision(settings: Config) -> MixedPrecisionPolicy:
     if settings.bf16.enabled:
         return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if settings.fp16.enabled:
+        return MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
     return MixedPrecisionPolicy()
 
 
@@ -129,7 +134,7 @@ def _refuse_other_precision(model: nn.Module, policy: MixedPrecisionPolicy) -> N
     for record in fsdp.fsdp_params(model):
         if policy.param_dtype not in (None, record.mp_policy.param_dtype):
             raise SwapUsageError(
-                "the model is sharded already, and not for bf16",
+                f"the model is sharded already, and not for {policy.param_dtype}",
                 fix="build it anew, or give its fully_shard calls the MixedPrecisionPolicy",
             )
 

@@ -23,6 +23,7 @@ from nvmeswap import SwapError
 from nvmeswap.errors import SwapUsageError
 from tests.oracle import first_difference
 from tests.zero3.cases import Case, build, run_in_ram, run_swapped
+from tests.zero3.scaled import clips_and_scales
 
 LAUNCH_TIMEOUT_S = 240
 
@@ -153,8 +154,8 @@ def set_up_fails_on_rank_1(nvme_path: Path) -> str:
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     each.__name__: each
     for each in (
-        equals_ram, one_rank_is_torn, one_rank_reads_garbage, set_up_fails_on_rank_1,
-        void_pass_is_refused,
+        clips_and_scales, equals_ram, one_rank_is_torn, one_rank_reads_garbage,
+        set_up_fails_on_rank_1, void_pass_is_refused,
     )
 }
 
