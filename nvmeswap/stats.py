@@ -68,11 +68,12 @@ class StoreStats:
 @dataclass(frozen=True, slots=True)
 class ParamStats:
     """Parameter shards. A hit is a fetch whose bytes were in RAM already, prefetched ones
-    included."""
+    included; `held_slot_count` is of slots that shards hold now, read or being read into."""
 
     nvme_nbytes: int
     ram_nbytes: int
     cached_nbytes: int
+    held_slot_count: int
     fetch_count: int
     hit_count: int
     prefetch_count: int

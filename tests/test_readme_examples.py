@@ -18,7 +18,7 @@ def examples_in(page: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
 
 
-PAGES = [ROOT / "README.md", HOWTO / "optimizer.md"]
+PAGES = [ROOT / "README.md", HOWTO / "optimizer.md", HOWTO / "zero3.md"]
 EXAMPLES = [example for page in PAGES for example in examples_in(page)]
 
 

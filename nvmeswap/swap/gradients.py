@@ -79,6 +79,10 @@ class HostGradients:
             found.append(norm)
         return found
 
+    def was_edited(self, key: str) -> None:
+        """Somebody wrote to what `get` gave."""
+        self._norms.pop(key, None)
+
     def scale(self, key: str, scale: torch.Tensor) -> None:
         """Multiply a gradient."""
         self._wait(key)

@@ -243,6 +243,7 @@ class PartitionedParamSwapper:
                 nvme_nbytes=sum(s.spec.nbytes for s in shards if s.ram is None),
                 ram_nbytes=sum(s.spec.nbytes for s in shards if s.ram is not None),
                 cached_nbytes=sum(s.spec.nbytes for s in shards if s.state is ShardState.CLEAN),
+                held_slot_count=sum(s.slot is not None for s in shards),
                 fetch_count=self._fetch_count,
                 hit_count=self._hit_count,
                 prefetch_count=self._prefetch_count,

@@ -113,9 +113,12 @@ class SteppingOptimizer(Optimizer):
         try:
             self._home.end_overlapped_pass()
         except SwapError as failure:
-            swapper.tear(f"a pass in which updates had begun failed ({failure})")
+            swapper.tear("updates had begun in a backward pass that failed")
             self._forget_step()
-            raise
+            try:
+                swapper.refuse_torn()
+            except SwapError as torn:
+                raise torn from failure
         return error
 
     def start_step(

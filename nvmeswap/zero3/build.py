@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from nvmeswap.config import Config, OffloadDevice, elements
+from nvmeswap.config import Config, OffloadDevice, ZeroConfig, elements
 from nvmeswap.memory.budget import exact_slot_classes
 from nvmeswap.memory.heap import release_freed_memory
 from nvmeswap.memory.pool import Pool
@@ -22,8 +23,9 @@ from nvmeswap.swap.sub_group import SubGroupLayout
 from nvmeswap.zero3 import fsdp
 from nvmeswap.zero3.agreement import Agreement
 from nvmeswap.zero3.entries import Entry, entries_of
-from nvmeswap.zero3.guard import guard_module_calls
+from nvmeswap.zero3.guard import guard_module_calls, refuse_other_optimizers
 from nvmeswap.zero3.home import ShardedHome
+from nvmeswap.zero3.materialise import FirstValues, Materialiser
 from nvmeswap.zero3.optimizer import ShardedOptimizer
 from nvmeswap.zero3.placement import keep_resident
 from nvmeswap.zero3.swap import ZeroSwap
@@ -37,56 +39,82 @@ def swap_shards(
     agreement: Agreement,
     cls: type[torch.optim.Optimizer],
     options: Mapping[str, Any],
+    values: FirstValues,
 ) -> ShardedOptimizer:
     """Write every shard and the first optimizer state to their homes, then free the shards.
 
     Raises SwapBudgetError, SwapPathError, SwapSpaceError and their kin; then the model is sharded,
-    in memory, and otherwise as it was.
+    in memory or on meta, and otherwise as it was (but for weights that were being loaded over
+    others).
     """
     zero = settings.zero_optimization
     swaps_params = zero.offload_param.device is not OffloadDevice.NONE
     entries = entries_of(model, swapped=swaps_params)
     keep_resident(entries, settings.nvmeswap.keep_resident_bytes)
-    home = ShardedHome(model, entries, agreement)
-    trained = [entry.parameter for entry in entries if entry.parameter.requires_grad]
-    optimizer: ShardedOptimizer = ShardedOptimizer.over(cls, trained, home, **options)
-    layouts = optimizer.lay_out(zero.sub_group_size)
-    space = SwapSpace(
-        Placement(settings.nvme_paths, run, dist.get_rank(), dist.get_world_size()),
-        _pools(settings, entries, layouts, agreement.device),
-        swap=settings.nvmeswap,
-        aio=settings.aio,
-        pin_memory=zero.offload_param.pin_memory and zero.offload_optimizer.pin_memory,
-    )
-    try:
-        params = _write_parameters(settings, entries, space) if swaps_params else None
-        home.params = params
-        on_nvme = zero.offload_optimizer.device is OffloadDevice.NVME
-        optimizer.attach(
-            PipelinedOptimizerSwapper(
-                layouts,
-                store=space.store if on_nvme else None,
-                pool=space.pools["optimizer state"],
-                timeout_s=space.timeout_s,
-                buffer_count=zero.offload_optimizer.buffer_count,
-                ratio=zero.offload_optimizer.ratio,
-                thread_count=_thread_count(zero.offload_optimizer.cpuadam_cores_perc),
+    with closing(Materialiser(model, entries, values)) as first:
+        home = ShardedHome(model, entries, agreement)
+        trained = [entry.parameter for entry in entries if entry.parameter.requires_grad]
+        optimizer: ShardedOptimizer = ShardedOptimizer.over(cls, trained, home, **options)
+        layouts = optimizer.lay_out(zero.sub_group_size)
+        space = SwapSpace(
+            Placement(settings.nvme_paths, run, dist.get_rank(), dist.get_world_size()),
+            _pools(settings, entries, layouts, agreement.device),
+            swap=settings.nvmeswap,
+            aio=settings.aio,
+            pin_memory=zero.offload_param.pin_memory and zero.offload_optimizer.pin_memory,
+        )
+        try:
+            params = _parameter_swapper(settings, entries, space) if swaps_params else None
+            home.params = params
+            _give_values(optimizer, _state_swapper(zero, layouts, space), home, first, space)
+            home.gradients.use_memory(_gradient_memory(space.pools["gradients"], entries))
+            optimizer.swap = ZeroSwap(
+                space=space, params=params, optimizer=optimizer, home=home, agreement=agreement
             )
-        )
-        home.gradients.use_memory(_gradient_memory(space.pools["gradients"], entries))
-        optimizer.swap = ZeroSwap(
-            space=space, params=params, optimizer=optimizer, home=home, agreement=agreement
-        )
-        optimizer.norm_group = fsdp.shard_group(entries[0].record)
-        optimizer.norm_device = agreement.device
-        optimizer.gradient_clipping = settings.gradient_clipping
-        optimizer.expects_scaler = settings.fp16.enabled
-        _let_go(model, entries, optimizer, home)
-    except BaseException:
-        space.close()
-        raise
+            optimizer.norm_group = fsdp.shard_group(entries[0].record)
+            optimizer.norm_device = agreement.device
+            optimizer.gradient_clipping = settings.gradient_clipping
+            optimizer.expects_scaler = settings.fp16.enabled
+            first.install()
+            _let_go(model, entries, optimizer, home)
+        except BaseException:
+            space.close()
+            raise
     release_freed_memory()
     return optimizer
+
+
+def _give_values(
+    optimizer: ShardedOptimizer,
+    swapper: PipelinedOptimizerSwapper,
+    home: ShardedHome,
+    first: Materialiser,
+    space: SwapSpace,
+) -> None:
+    """One pass over the model: its masters ask for values, and what passes by is written."""
+    if home.params is None:
+        first.finish()  # parameters that stay must be there before their optimizer is
+    else:
+        first.write_to(home.params, space.timeout_s)
+    home.first_values = first.values
+    optimizer.attach(swapper)
+    first.finish()
+    home.first_values = None
+
+
+def _state_swapper(
+    zero: ZeroConfig, layouts: Sequence[SubGroupLayout], space: SwapSpace
+) -> PipelinedOptimizerSwapper:
+    on_nvme = zero.offload_optimizer.device is OffloadDevice.NVME
+    return PipelinedOptimizerSwapper(
+        layouts,
+        store=space.store if on_nvme else None,
+        pool=space.pools["optimizer state"],
+        timeout_s=space.timeout_s,
+        buffer_count=zero.offload_optimizer.buffer_count,
+        ratio=zero.offload_optimizer.ratio,
+        thread_count=_thread_count(zero.offload_optimizer.cpuadam_cores_perc),
+    )
 
 
 def _thread_count(share: float | None) -> int:
@@ -94,22 +122,18 @@ def _thread_count(share: float | None) -> int:
     return 1 if share is None else max(1, int(share * len(os.sched_getaffinity(0))))
 
 
-def _write_parameters(
+def _parameter_swapper(
     settings: Config, entries: Sequence[Entry], space: SwapSpace
 ) -> PartitionedParamSwapper:
     swapped = [entry for entry in entries if entry.swapped]
     placement = _placement(settings, swapped)
-    params = PartitionedParamSwapper(
+    return PartitionedParamSwapper(
         [entry.spec for entry in swapped],
         placement,
         store=space.store if placement.on_nvme else None,
         pool=space.pools["parameters"],
         timeout_s=space.timeout_s,
     )
-    for entry in swapped:
-        assert entry.local is not None
-        params.write(entry.key, entry.local.view(-1))
-    return params
 
 
 def _let_go(
@@ -121,7 +145,9 @@ def _let_go(
             optimizer.swap.take_over(entry)
         if entry.parameter.requires_grad:
             entry.parameter.register_post_accumulate_grad_hook(home.take_gradient)
+    optimizer.take_parameters_as_they_are()
     guard_module_calls(model, home)
+    refuse_other_optimizers(home)
 
 
 def _pools(

@@ -16,10 +16,11 @@ from nvmeswap.zero3 import fsdp
 class Entry:
     """One parameter on this rank.
 
-    `swapped`: it is to live in the swap space; `local` is its part until then. `compute_dtype` is
-    what the all-gather moves. A trained shard is stored in it, since its exact values are the
-    optimizer's master; a frozen one has no master and is stored as it is, so that reading it gives
-    back what was there. One that is not swapped keeps its own dtype.
+    `swapped`: it is to live in the swap space; `local` is its part until then, None while that is
+    on the meta device. `compute_dtype` is what the all-gather moves. A trained shard is stored in
+    it, since its exact values are the optimizer's master; a frozen one has no master and is stored
+    as it is, so that reading it gives back what was there. One that is not swapped keeps its own
+    dtype.
     """
 
     key: str
@@ -41,13 +42,14 @@ class Entry:
         return ShardSpec(self.key, self.numel, self.store_dtype)
 
 
+def plain_name(name: str) -> str:
+    """A parameter's name without what torch.compile and activation checkpointing put into it."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
 def entries_of(model: nn.Module, *, swapped: bool) -> list[Entry]:
     """An entry for each parameter of a model that `fully_shard` was applied to, tied ones once."""
-    # torch.compile and activation checkpointing wrap modules; keys are as without them.
-    names = {
-        id(parameter): name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
-        for name, parameter in model.named_parameters()
-    }
+    names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
     entries = []
     for record in fsdp.fsdp_params(model):
         parameter = record.sharded_param
@@ -58,7 +60,7 @@ def entries_of(model: nn.Module, *, swapped: bool) -> list[Entry]:
                 key=names[id(parameter)],
                 parameter=parameter,
                 record=record,
-                local=local,
+                local=None if local.device.type == "meta" else local,
                 swapped=swapped,
                 shape=local.shape,
                 padded_shape=record.padded_sharded_param_size,

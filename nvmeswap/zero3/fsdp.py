@@ -5,7 +5,7 @@ Written against torch 2.11 to 2.14 (docs/design.md, "FSDP2").
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from nvmeswap.errors import SwapUsageError
 
@@ -89,29 +90,32 @@ def fsdp_params(model: nn.Module) -> list[Any]:
     Raises SwapUsageError for settings of FSDP2 that swapped parameters can't serve.
     """
     records = []
-    for module in fsdp_modules(model):
-        for group in _param_groups(module):
-            if group is None:
-                continue
-            if group._use_post_forward_mesh:
+    for group in _groups(model):
+        if group._use_post_forward_mesh:
+            raise SwapUsageError(
+                "reshard_after_forward=<int> keeps shards on the device",
+                fix="use reshard_after_forward True, False or None",
+            )
+        for record in group.fsdp_params:
+            if record.offload_to_cpu:
                 raise SwapUsageError(
-                    "reshard_after_forward=<int> keeps shards on the device",
-                    fix="use reshard_after_forward True, False or None",
+                    "CPUOffloadPolicy and nvmeswap both move the shards",
+                    fix="leave offload_policy out of fully_shard",
                 )
-            for record in group.fsdp_params:
-                if record.offload_to_cpu:
-                    raise SwapUsageError(
-                        "CPUOffloadPolicy and nvmeswap both move the shards",
-                        fix="leave offload_policy out of fully_shard",
-                    )
-                records.append(record)
+            records.append(record)
     return records
 
 
-def _param_groups(module: Any) -> Sequence[Any]:
+def _groups(model: nn.Module) -> list[Any]:
+    return [group for module in fsdp_modules(model) for group in _groups_of(module)]
+
+
+def _groups_of(module: Any) -> list[Any]:
     state = module._get_fsdp_state()
-    groups: Sequence[Any] | None = getattr(state, "_fsdp_param_groups", None)
-    return [state._fsdp_param_group] if groups is None else groups  # torch 2.11 has one
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    group = state._fsdp_param_group  # torch 2.11 has one, or none
+    return [] if group is None else [group]
 
 
 def local_tensor(sharded: torch.Tensor) -> torch.Tensor:
@@ -121,12 +125,42 @@ def local_tensor(sharded: torch.Tensor) -> torch.Tensor:
     return local
 
 
+def set_local_tensor(gradient: torch.Tensor, local: torch.Tensor) -> None:
+    """Put `local` into the place of the rank's own part of a gradient."""
+    assert isinstance(gradient, DTensor)
+    gradient._local_tensor = local
+
+
 def replace_local_tensor(record: Any, local: torch.Tensor, padded_flat: torch.Tensor) -> None:
     """Put `local` into the place of the rank's part, `padded_flat` into that of its padded copy
-    (read only if FSDP2 ever loses the all-gather methods). Nothing else holds what was there."""
+    (read only if FSDP2 ever loses the all-gather methods). Nothing else holds what was there. A
+    parameter on the meta device goes to that of `local`, as the same object."""
+    parameter = record.sharded_param
+    if parameter.device.type == "meta":
+        real = torch.empty_like(parameter, device=local.device)
+        torch.utils.swap_tensors(
+            parameter, nn.Parameter(real, requires_grad=parameter.requires_grad)
+        )
     record.sharded_param._local_tensor = local
     record._sharded_param_data = padded_flat
     record._init_extensions()
+
+
+def part_of_whole(record: Any) -> tuple[slice, ...]:
+    """Which part of the whole parameter this rank holds, a slice for each dimension. Raises
+    SwapUsageError where that is not one block."""
+    parameter = record.sharded_param
+    shape, offsets = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    if tuple(shape) != tuple(local_tensor(parameter).shape):
+        raise SwapUsageError(
+            f"a parameter placed as {parameter.placements} can't be built on meta",
+            fix="build the model in memory",
+        )
+    return tuple(
+        slice(begin, begin + count) for begin, count in zip(offsets, shape, strict=True)
+    )
 
 
 def shard_group(record: Any) -> dist.ProcessGroup:
@@ -150,8 +184,8 @@ def gathered_after_backward(model: nn.Module) -> list[str]:
         names[id(module)]
         for module in fsdp_modules(model)
         if module is not model
-        for group in _param_groups(module)
-        if group is not None and group.is_unsharded and group._reshard_after_forward
+        for group in _groups_of(module)
+        if group.is_unsharded and group._reshard_after_forward
     ]
 
 
@@ -160,9 +194,16 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def abandon_pass(model: nn.Module) -> None:
-    """Bring FSDP2 back from the middle of a pass that an error ended. Raises SwapUsageError where
-    torch has no call for that (before 2.13)."""
+def backward_was_cut_short(model: nn.Module) -> bool:
+    """True if an error ended the last backward: FSDP2 is still in the middle of it."""
+    return not in_backward() and any(
+        group._training_state.name in ("PRE_BACKWARD", "POST_BACKWARD") for group in _groups(model)
+    )
+
+
+def abandon_backward(model: nn.Module) -> None:
+    """Bring FSDP2 back from the middle of a backward that an error ended. Raises SwapUsageError
+    where torch has no call for that (before 2.13)."""
     reset: Callable[[], None] | None = getattr(model, "reset_iter_state", None)
     if reset is None:
         raise SwapUsageError(
@@ -175,6 +216,61 @@ def abandon_pass(model: nn.Module) -> None:
         if hasattr(record, "_unsharded_param"):
             record._unsharded_param.grad = None
         record.sharded_param.grad = None
+
+
+def abandon_forward(model: nn.Module) -> None:
+    """If an error ended the forward just left, bring FSDP2 back: else the next one would skip the
+    root's part, and compute with parameters that are still gathered. Gradients of earlier passes
+    stay. (Before torch 2.13 there is no call for it; there the next forward was seen to be right
+    unless parameters are updated in between.)"""
+    state: Any = model._get_fsdp_state()  # type: ignore[operator]
+    if in_backward() or state._training_state.name != "FORWARD":
+        return
+    reset: Callable[[], None] | None = getattr(model, "reset_iter_state", None)
+    if reset is not None:
+        partial_sums = [(group, group._partial_reduce_output) for group in _groups(model)]
+        reset()
+        for group, partial_sum in partial_sums:
+            group._partial_reduce_output = partial_sum
+
+
+def gather_once_outside_inference_mode(model: nn.Module) -> None:
+    """Make the buffers of groups that were never gathered, one group at a time: made in inference
+    mode they would be of no use for training later. Collective."""
+    new = [
+        module
+        for module in fsdp_modules(model)
+        if not all(
+            hasattr(record, "_unsharded_param")
+            for group in _groups_of(module)
+            for record in group.fsdp_params
+        )
+    ]
+    with torch.inference_mode(False), torch.no_grad():
+        for module in new:
+            module.unshard()
+            module.reshard()
+
+
+def ways_to_see(record: Any) -> list[nn.Parameter]:
+    """The parameters that its module may show: the sharded one, or while it is gathered another."""
+    seen = [record.sharded_param]
+    if hasattr(record, "_unsharded_param"):
+        seen.append(record._unsharded_param)
+    return seen
+
+
+def is_in_its_place(record: Any, parameter: nn.Parameter) -> bool:
+    """False if somebody gave the module another parameter instead (load_state_dict(assign=True),
+    setattr)."""
+    info = record._module_info
+    mine = ways_to_see(record)
+    modules = (info.module, *info.shared_modules)
+    names = (info.param_name, *info.shared_param_names)
+    return record.sharded_param is parameter and all(
+        any(module._parameters.get(name) is each for each in mine)
+        for module, name in zip(modules, names, strict=True)
+    )
 
 
 def reshard_all(model: nn.Module) -> None:

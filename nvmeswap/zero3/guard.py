@@ -1,16 +1,46 @@
-"""Calls of nn.Module that would do the wrong thing to swapped parameters without a word."""
+"""Calls of torch that would do the wrong thing to swapped parameters without a word."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+import weakref
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nvmeswap.errors import SwapUsageError
+from nvmeswap.swap.swapped import SwappedOptimizer
+from nvmeswap.zero3 import fsdp
 from nvmeswap.zero3.home import ShardedHome
+
+_homes: weakref.WeakSet[ShardedHome] = weakref.WeakSet()
+
+
+def refuse_other_optimizers(home: ShardedHome) -> None:
+    """From here on, another optimizer's `step()` over these parameters raises: their gradients are
+    not in `parameter.grad`, so it would skip them all without a word."""
+    _look_at_every_step()
+    _homes.add(home)
+
+
+@cache
+def _look_at_every_step() -> None:
+    register_optimizer_step_pre_hook(_refuse_if_not_ours)
+
+
+def _refuse_if_not_ours(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if isinstance(optimizer, SwappedOptimizer):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and any(home.owns(parameter) for home in _homes):
+                raise SwapUsageError(
+                    f"{type(optimizer).__name__} was built over parameters that nvmeswap trains",
+                    fix="give nvmeswap.zero3.shard the class, and use the optimizer it returns",
+                )
 
 
 def guard_module_calls(model: nn.Module, home: ShardedHome) -> None:
@@ -19,13 +49,18 @@ def guard_module_calls(model: nn.Module, home: ShardedHome) -> None:
     - `half()`, `to(other)`, `to_empty()` and their kin raise, where they would read the parameters
       into memory and leave them there; calls that change nothing pass;
     - `zero_grad()` forgets the gradients that are in host memory, too;
-    - transformers' and PEFT's `save_pretrained()` raises where it was given no values to write.
+    - transformers' and PEFT's `save_pretrained()` raises where it was given no values to write;
+    - `load_state_dict(assign=True)` raises: it would leave resident parameters instead;
+    - a forward after a backward that an error ended raises, one that an error ends leaves FSDP2
+      clean, and the first one may be in inference mode.
     """
+    _watch_forward(model, home)
     for module in model.modules():
         kinds = {(p.dtype, p.device) for p in module.parameters()}
         if kinds:
             # Instance attributes: they go before the class's. All conversions end in _apply.
             module._apply = partial(_apply, module._apply, kinds)  # type: ignore[method-assign]
+            module.register_load_state_dict_pre_hook(_refuse_assignment)
             module.zero_grad = partial(_zero_grad, module, module.zero_grad, home)  # type: ignore[method-assign]
         if hasattr(module, "save_pretrained"):
             original: Any = module.save_pretrained
@@ -67,3 +102,28 @@ def _save_pretrained(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
             "model.state_dict(), gathered on all ranks",
         )
     return original(*args, **kwargs)
+
+
+def _refuse_assignment(
+    module: nn.Module, state: Any, prefix: str, metadata: Mapping[str, Any], *_: Any
+) -> None:
+    if metadata.get("assign_to_params_buffers", False):
+        raise SwapUsageError(
+            "load_state_dict(assign=True) would put resident parameters into the place of swapped "
+            "ones",
+            fix="leave out assign: values are copied to where the parameters live",
+        )
+
+
+def _watch_forward(model: nn.Module, home: ShardedHome) -> None:
+    def before(module: nn.Module, _: Any) -> None:
+        if torch.is_inference_mode_enabled():
+            fsdp.gather_once_outside_inference_mode(module)
+        home.refuse_half_a_pass()
+
+    def after(module: nn.Module, *_: Any) -> None:
+        fsdp.abandon_forward(module)
+
+    disable: Callable[[Any], Any] = torch.compiler.disable  # there is nothing in them to compile
+    model.register_forward_pre_hook(disable(before), prepend=True)
+    model.register_forward_hook(disable(after), always_call=True)

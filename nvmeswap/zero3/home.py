@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -16,20 +15,10 @@ from nvmeswap.swap.home import refuse_odd_dtype
 from nvmeswap.swap.params import PartitionedParamSwapper
 from nvmeswap.swap.sub_group import STATE_DTYPE, MasterForm, StateItem
 from nvmeswap.zero3 import fsdp
-from nvmeswap.zero3.agreement import Agreement
+from nvmeswap.zero3.agreement import Agreement, GatherOrder
 from nvmeswap.zero3.entries import Entry
-
-
-class PassState(enum.Enum):
-    """What the gradients are worth; `zero_gradients` leads back to WHOLE from everywhere.
-
-    WHOLE: they are right. VOID: a shard was NaN in them, on some rank; all ranks know. CUT_SHORT:
-    backward was ended by an error, and FSDP2 is still in the middle of it.
-    """
-
-    WHOLE = "whole"
-    VOID = "void"
-    CUT_SHORT = "cut short"
+from nvmeswap.zero3.gradient import HeldGradient
+from nvmeswap.zero3.tensor import ShardHandle, register_source
 
 
 class ShardedHome:
@@ -43,23 +32,69 @@ class ShardedHome:
 
     def __init__(self, model: nn.Module, entries: Sequence[Entry], agreement: Agreement) -> None:
         self.params: PartitionedParamSwapper | None = None
+        # While the model is being built: its values, asked for in the order of the entries.
+        self.first_values: Callable[[Entry], torch.Tensor] | None = None
         self.gradients = HostGradients()
         self.pending_scales: dict[str, torch.Tensor] = {}  # the optimizer's, by clipping
         self._model = model
         self._agreement = agreement
         self._entries = {id(entry.parameter): entry for entry in entries}
+        self._number = register_source(self)
         self._frozen = [entry for entry in entries if not entry.parameter.requires_grad]
         self._versions: dict[str, int] = {}
-        self._pass = PassState.WHOLE
+        self.gather_order = GatherOrder(
+            agreement, [fsdp.shard_group(entry.record) for entry in entries]
+        )
+        self._is_void = False  # a shard was NaN in the gradients, on some rank; all ranks know
 
     def take_gradient(self, parameter: torch.Tensor) -> None:
-        """FSDP2 has reduced a gradient: add it to the host's, and free the device's."""
+        """FSDP2 has reduced a gradient: to the host with it, and free the device's. What is added
+        to one that is held comes by `add_to_gradient`."""
         gradient = parameter.grad
-        if gradient is not None:
-            key = self._entry(parameter).key
-            self.apply_scale(key)
-            self.gradients.add(key, fsdp.local_tensor(gradient))
-            parameter.grad = None
+        if gradient is None:
+            return
+        local = fsdp.local_tensor(gradient)
+        if isinstance(local, HeldGradient):
+            return
+        key = self._entry(parameter).key
+        self._forget([key])  # an earlier one, that the user has dropped
+        self.gradients.add(key, local)
+        handle = ShardHandle(self._number, key)
+        held = HeldGradient(handle, shape=local.shape, dtype=local.dtype, device=local.device)
+        fsdp.set_local_tensor(gradient, held)
+
+    def follow_the_user(self) -> None:
+        """`parameter.grad` is what counts: None is no gradient, whatever is held."""
+        for entry in self._entries.values():
+            if entry.parameter.grad is not None:
+                self.take_gradient(entry.parameter)
+            elif entry.key in self.gradients:
+                self._forget([entry.key])
+
+    def _forget(self, keys: Sequence[str]) -> None:
+        self.gradients.clear(keys)
+        for key in keys:
+            self.pending_scales.pop(key, None)
+
+    # --- GradientSource -----------------------------------------------------------------------
+
+    def gradient_values(self, key: str) -> torch.Tensor:
+        self.apply_scale(key)
+        values = self.gradients.get(key)
+        if values is None:
+            raise SwapUsageError(
+                f"the gradient of {key} was forgotten", fix="read it before zero_grad() and close()"
+            )
+        return values
+
+    def add_to_gradient(self, key: str, values: torch.Tensor) -> None:
+        self.apply_scale(key)
+        self.gradients.add(key, values)
+
+    def gradient_was_edited(self, key: str) -> None:
+        self.gradients.was_edited(key)
+
+    # --- ParameterHome ------------------------------------------------------------------------
 
     def apply_scale(self, key: str) -> None:
         """Multiply a gradient by the scale that was to be applied at its use: another one is to be
@@ -76,6 +111,10 @@ class ShardedHome:
     def entries(self) -> Sequence[Entry]:
         """All parameters, frozen ones included."""
         return list(self._entries.values())
+
+    def owns(self, parameter: torch.Tensor) -> bool:
+        """True for the parameters of this model, as they were when it was sharded."""
+        return id(parameter) in self._entries
 
     def key_of(self, parameter: torch.Tensor) -> str:
         return self._entry(parameter).key
@@ -123,6 +162,8 @@ class ShardedHome:
 
     def initial_values(self, parameter: torch.Tensor) -> torch.Tensor | None:
         entry = self._entry(parameter)
+        if self.first_values is not None:
+            return self.first_values(entry)
         return None if entry.local is None else entry.local.view(-1)
 
     def fetch(
@@ -148,61 +189,66 @@ class ShardedHome:
     gradient_comes_once = False  # a loss over the shards themselves, and one in chunks, come apart
 
     def begin_overlapped_step(self, error: SwapError | None) -> None:
-        self._refuse_thawed()
-        try:
-            if error is not None:
-                self._agreement.report(error)
-            self._agreement.raise_if_any_rank_failed(
-                fix="call zero_grad() on all ranks and repeat forward and backward"
-            )
-        except SwapError:
-            self._pass = PassState.CUT_SHORT  # it was raised in backward
-            raise
+        if error is not None:
+            self._agreement.report(error)
+        self._agreement.raise_if_any_rank_failed(
+            fix="call zero_grad() on all ranks and repeat forward and backward"
+        )
 
     def end_overlapped_pass(self) -> None:
-        if self._pass is not PassState.WHOLE:
-            raise SwapUsageError(
-                "backward was ended by an error after updates had begun",
-                intact="nothing: some parameters have been updated",
-                fix="load the last checkpoint, parameters included",
-            )
-        self._refuse_half_sharded()
+        misuse = self._misuse()
+        if misuse is not None:
+            self._agreement.report(misuse)
+        self.gather_order.report_differences()
         self._agreement.raise_if_any_rank_failed(fix="load the last checkpoint on all ranks")
 
     def forget_gradient(self, parameter: torch.Tensor) -> None:
-        self.gradients.clear([self._entry(parameter).key])
+        self._forget([self._entry(parameter).key])
+        parameter.grad = None
 
     def before_step(self) -> None:
-        if self._pass is not PassState.WHOLE:
+        if self._is_void:
             raise SwapUsageError(
-                "the gradients come from a pass in which a shard could not be read",
+                "the gradients are of no use, as the last step() said",
                 fix="call zero_grad() on all ranks and repeat forward and backward",
             )
-        self._refuse_thawed()
-        self._refuse_half_sharded()
+        self.follow_the_user()
+        misuse = self._misuse()
+        if misuse is not None:
+            self._agreement.report(misuse)
+        self.gather_order.report_differences()
         try:
             self._agreement.raise_if_any_rank_failed(
                 fix="call zero_grad() on all ranks and repeat forward and backward"
             )
         except SwapError:
-            self._pass = PassState.VOID
+            self._is_void = misuse is None
             raise
 
-    def _refuse_thawed(self) -> None:
+    def _misuse(self) -> SwapUsageError | None:
+        """What the user did to the model that would train it wrongly without a word."""
         thawed = [entry.key for entry in self._frozen if entry.parameter.requires_grad]
         if thawed:
-            raise SwapUsageError(
+            return SwapUsageError(
                 f"{thawed[0]} was frozen when the model was sharded and has no optimizer state",
                 fix="set requires_grad before nvmeswap.zero3.shard",
             )
-
-    def _refuse_half_sharded(self) -> None:
+        for entry in self._entries.values():
+            if not fsdp.is_in_its_place(entry.record, entry.parameter):
+                return SwapUsageError(
+                    f"{entry.key} was replaced by another parameter, which nobody trains",
+                    fix="change values with copy_ or load_state_dict (without assign), and modules "
+                    "before nvmeswap.zero3.shard",
+                )
+        if fsdp.backward_was_cut_short(self._model):
+            return self._half_a_pass()
         half_done = fsdp.gathered_after_backward(self._model)
         if half_done:
-            raise SwapUsageError(
+            return SwapUsageError(
                 f"backward left {half_done[0]} gathered, with part of its gradient",
                 fix="use checkpoint(..., use_reentrant=False) around a block that is used twice",
             )
+        return None
 
     def after_step(self, error: SwapError | None) -> None:
         if error is not None:
@@ -221,34 +267,40 @@ class ShardedHome:
         """The next forward gathers every parameter anew."""
         fsdp.reshard_all(self._model)
 
-    def backward_was_cut_short(self) -> None:
-        """An error was raised in the middle of a backward pass (one rank only)."""
-        self._pass = PassState.CUT_SHORT
-
     def refuse_half_a_pass(self) -> None:
-        """Raise if FSDP2 is still in the middle of a pass that an error ended."""
-        if self._pass is PassState.CUT_SHORT:
-            raise SwapUsageError(
-                "the last backward was ended by an error",
-                fix="call optimizer.zero_grad() first, then repeat forward and backward",
-            )
+        """Raise if FSDP2 is still in the middle of a backward that an error ended."""
+        if fsdp.backward_was_cut_short(self._model):
+            raise self._half_a_pass()
+
+    @staticmethod
+    def _half_a_pass() -> SwapUsageError:
+        return SwapUsageError(
+            "the last backward was ended by an error",
+            fix="call optimizer.zero_grad() first, then repeat forward and backward",
+        )
 
     def zero_gradients(
         self, *, set_to_none: bool, parameters: Iterable[torch.Tensor] | None = None
     ) -> None:
-        if self._pass is PassState.CUT_SHORT:
-            fsdp.abandon_pass(self._model)
-        if parameters is None or self._pass is not PassState.WHOLE:
-            keys = None
+        is_cut_short = fsdp.backward_was_cut_short(self._model)
+        if is_cut_short:
+            fsdp.abandon_backward(self._model)
+        if parameters is None or is_cut_short or self._is_void:
+            entries = list(self._entries.values())
         else:
-            keys = [self._entries[id(p)].key for p in parameters if id(p) in self._entries]
-        self._pass = PassState.WHOLE
-        for key in list(self.pending_scales) if keys is None else keys:
-            self.pending_scales.pop(key, None)
+            wanted = set(map(id, parameters))
+            entries = [
+                entry
+                for entry in self._entries.values()
+                if not wanted.isdisjoint(map(id, fsdp.ways_to_see(entry.record)))
+            ]
+        self._is_void = False
         if set_to_none:
-            self.gradients.clear(keys)
+            self._forget([entry.key for entry in entries])
+            for entry in entries:
+                entry.parameter.grad = None
         else:
-            self.gradients.zero(keys)
+            self.gradients.zero(entry.key for entry in entries)
 
     def _entry(self, parameter: torch.Tensor) -> Entry:
         return self._entries[id(parameter)]

@@ -51,6 +51,10 @@ class ShardedOptimizer(SwappedOptimizer):
             )
         super().overlap_backward(settings)
 
+    def take_parameters_as_they_are(self) -> None:
+        """Called when the model is built: those that were on meta have come to their device."""
+        self._own(self._trained())
+
     def close(self) -> None:
         """As `swap.close()`."""
         super().close()
@@ -175,6 +179,7 @@ class ShardedOptimizer(SwappedOptimizer):
         """Of the gradients there are; scales that wait for their use are applied."""
         home = self._sharded_home
         home.pending_scales = self._scales
+        home.follow_the_user()
         keys = [key for key in self._by_key if home.gradients.get(key) is not None]
         for key in keys:
             home.apply_scale(key)

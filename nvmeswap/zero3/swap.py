@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from nvmeswap.errors import SwapError, SwapUsageError
 from nvmeswap.io.probe import Drive
-from nvmeswap.stats import EngineStats, OptimizerStats, ParamStats, PlacementStats, StoreStats
+from nvmeswap.stats import (
+    EngineStats,
+    OptimizerStats,
+    ParamStats,
+    PlacementStats,
+    PoolStats,
+    StoreStats,
+)
 from nvmeswap.swap.params import PartitionedParamSwapper
 from nvmeswap.swap.space import SwapSpace
 from nvmeswap.swap.states import Source
@@ -26,7 +34,8 @@ from nvmeswap.zero3.tensor import ShardHandle, SwappedTensor, register_source
 @dataclass(frozen=True, slots=True)
 class SwapStats:
     """All counters of one rank; None where nothing of the kind is swapped. `drives`: the folders
-    that the bytes are spread over, each with its measured bandwidth and its share."""
+    that the bytes are spread over, each with its measured bandwidth and its share. `pools`: the
+    slots of host memory, by what they are for."""
 
     engine: EngineStats | None
     store: StoreStats | None
@@ -36,6 +45,7 @@ class SwapStats:
     arena_nbytes: int
     locked_nbytes: int
     drives: tuple[Drive, ...]
+    pools: Mapping[str, PoolStats]
 
 
 class ZeroSwap:
@@ -66,9 +76,8 @@ class ZeroSwap:
 
     def take_over(self, entry: Entry) -> None:
         """Free a shard that has been written, and put a SwappedTensor in its place."""
-        assert entry.local is not None
         handle = ShardHandle(self._number, entry.key)
-        dtype, device = entry.local.dtype, entry.local.device
+        dtype, device = entry.parameter.dtype, _device_of(entry)
         local = SwappedTensor(handle, shape=entry.shape, dtype=dtype, device=device)
         padded = SwappedTensor(
             handle, shape=(entry.padded_shape.numel(),), dtype=dtype, device=device
@@ -83,15 +92,13 @@ class ZeroSwap:
         """Called by FSDP2 before an all-gather; a failed read gives NaN here and an error on all
         ranks at the next `optimizer.step()`, or at once if there is one rank."""
         entry = self._entry(key)
+        self._home.gather_order.note(key, fsdp.shard_group(entry.record))
         spec = self._shards.spec(key)
         flat = torch.empty(entry.padded_shape.numel(), dtype=spec.dtype, device=_device_of(entry))
-        self._home.refuse_half_a_pass()
         try:
             self._shards.fetch(key, flat[: entry.numel])
         except SwapError as error:
             if self._agreement.alone:
-                if fsdp.in_backward():
-                    self._home.backward_was_cut_short()
                 raise
             self._agreement.report(error)
             flat.fill_(float("nan") if flat.is_floating_point() else 0)
@@ -139,6 +146,7 @@ class ZeroSwap:
             arena_nbytes=0 if space.arena is None else space.arena.nbytes,
             locked_nbytes=0 if space.arena is None else space.arena.locked_nbytes,
             drives=() if space.probe is None else space.probe.drives,
+            pools={name: pool.stats() for name, pool in space.pools.items() if pool is not None},
         )
 
     def close(self) -> None:

@@ -41,7 +41,7 @@ _sources: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def register_source(source: ShardSource) -> int:
+def register_source(source: object) -> int:
     """A number under which tensors find `source` for as long as it lives."""
     number = next(_numbers)
     _sources[number] = source
@@ -50,14 +50,15 @@ def register_source(source: ShardSource) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ShardHandle:
-    """Which shard a SwappedTensor stands for."""
+    """Which shard, or gradient of it, a tensor stands for."""
 
     source_number: int
     key: str
 
     @property
-    def source(self) -> ShardSource:
-        source: ShardSource | None = _sources.get(self.source_number)
+    def source(self) -> Any:
+        """Whoever was registered."""
+        source = _sources.get(self.source_number)
         if source is None:
             raise SwapUsageError(
                 f"{self.key}: its swap space is closed",
@@ -96,7 +97,8 @@ class SwappedTensor(torch.Tensor):
         mp_policy: Any,
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
         """FSDP2's question before an all-gather: this rank's part, padded."""
-        return (self.handle.source.gather_input(self.handle.key),), None
+        source: ShardSource = self.handle.source
+        return (source.gather_input(self.handle.key),), None
 
     def fsdp_post_all_gather(
         self,
@@ -113,7 +115,8 @@ class SwappedTensor(torch.Tensor):
 
     def read(self) -> torch.Tensor:
         """A copy of the values, from the store."""
-        values = self.handle.source.read_shard(self.handle.key)
+        source: ShardSource = self.handle.source
+        values = source.read_shard(self.handle.key)
         if values.shape == self.shape:
             return values
         padded = values.new_zeros(self.numel())  # the flat stand-in
@@ -206,14 +209,7 @@ def _write_through(tensor: SwappedTensor, source: torch.Tensor) -> SwappedTensor
 def _refuse_what_would_be_lost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     schema = func._schema
     name = func.name()
-    mutated = [
-        argument.name
-        for argument, value in _arguments(schema, args, kwargs)
-        if argument.alias_info is not None
-        and argument.alias_info.is_write
-        and _holds_swapped(value)
-    ]
-    if mutated:
+    if any(map(_holds_swapped, written_arguments(schema, args, kwargs))):
         _refuse(name, "it would write to a copy", "assign with copy_, or update by the optimizer")
     returns_a_view = any(
         r.alias_info is not None and not r.alias_info.is_write for r in schema.returns
@@ -235,10 +231,15 @@ def _refuse_what_would_be_lost(func: Any, args: tuple[Any, ...], kwargs: dict[st
         )
 
 
-def _arguments(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, Any]]:
+def written_arguments(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Those of an operation's arguments that it writes to."""
     positional = list(zip(schema.arguments, args, strict=False))
     named = [(a, kwargs[a.name]) for a in schema.arguments if a.name in kwargs]
-    return positional + named
+    return [
+        value
+        for argument, value in positional + named
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
 
 
 def _holds_swapped(value: Any) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ from nvmeswap.swap.space import new_run_name
 from nvmeswap.zero3 import fsdp
 from nvmeswap.zero3.agreement import Agreement
 from nvmeswap.zero3.build import swap_shards
+from nvmeswap.zero3.materialise import FirstValues, materialise, refuse_different_seeds
 from nvmeswap.zero3.optimizer import ShardedOptimizer
 from nvmeswap.zero3.tensor import SwappedTensor
 
@@ -38,6 +40,9 @@ def shard(
     config: Mapping[str, Any] | str | Path,
     mesh: DeviceMesh | None = None,
     optimizer: type[Optimizer] | tuple[type[Optimizer], Mapping[str, Any]] | None = None,
+    *,
+    weights: str | Path | None = None,
+    initialise: Callable[[nn.Module], Any] | None = None,
 ) -> tuple[Model, Optimizer]:
     """Shard a model over all ranks (FSDP2) and swap its shards as a DeepSpeed JSON says.
 
@@ -45,15 +50,29 @@ def shard(
         loss = model(x).sum(); loss.backward(); optimizer.step(); optimizer.zero_grad()
 
     Args:
-        model: built in memory, on the CPU or a GPU; changed in place. If `fully_shard` was applied
-            to it already, its grouping and precision stay; else every element of its outermost
-            ModuleLists becomes a group.
+        model: built in memory, on the CPU or a GPU, or on the meta device (then nothing of it is
+            in memory yet); changed in place. If `fully_shard` was applied to it already, its
+            grouping and precision stay; else every element of its outermost ModuleLists becomes a
+            group.
         config: dict or path; `nvmeswap.config` lists what is served.
         mesh: the device mesh of FSDP2; None: all ranks. World size 1 needs no launcher.
         optimizer: class, or (class, options), instead of the configuration's `optimizer` block.
+        weights: a .safetensors file, or a folder of them (with an index or without), that has all
+            parameters and persistent buffers by their names in `state_dict()`. Each rank reads its
+            part, one module at a time. Values are converted to the model's dtypes.
+        initialise: called for each module whose own parameters or buffers (not those of its
+            children) are on meta and not in `weights`, in the order of `model.modules()`; it must
+            set all of them. Default: `_init_weights` of a transformers model, or the module's
+            `reset_parameters`.
+    A module on meta is initialised in host memory with the CPU's random numbers, as a whole on
+    every rank. So with one seed on all ranks (`torch.manual_seed`) weights are the same at every
+    world size, and those of a model built in memory from modules that initialise themselves. At
+    most one module is in memory at a time, besides the swap space's own.
     Returns the same model, and an optimizer whose `swap` has `stats()` and `close()`; with both
     offload devices "none", plain FSDP2 and torch.optim.AdamW(fused=True).
-    Raises: SwapConfigError, SwapPathError, SwapBudgetError and SwapSpaceError before training.
+    Raises: SwapConfigError, SwapPathError, SwapBudgetError and SwapSpaceError before training;
+    SwapUsageError for a module that can't be initialised, SwapManifestError for weights that do
+    not fit: `field` is the parameter, `path` the file.
     Blocking: writes all shards and the first optimizer state.
     Gradients leave `parameter.grad` for host memory as they come: clip with `gradient_clipping` or
     `optimizer.clip_grad_norm_` (torch's would see none), scale losses with `zero3.GradScaler`;
@@ -61,64 +80,89 @@ def shard(
     """
     settings = Config.load(config)
     cls, options = _optimizer(settings.optimizer, optimizer)
-    device = _device_of(model)
-    _ensure_process_group(device)
-    mesh = mesh or init_device_mesh(device.type, (dist.get_world_size(),))
+    kind = _device_kind(model, mesh)
+    _ensure_process_group(kind)
+    mesh = mesh or init_device_mesh(kind, (dist.get_world_size(),))
+    agreement = Agreement(None, _device_now(kind))
     policy = _precision(settings)
-    zero = settings.zero_optimization
-    fsdp.shard_by_blocks(model, mesh, policy, keeps_gathered=zero.stage < 3)
-    _refuse_other_precision(model, policy)
-    if zero.offload_optimizer.device is OffloadDevice.NONE:
-        return model, cls(model.parameters(), **_fused(cls), **options)
-    return model, _swapped(model, settings, device, cls, options)
+    values = FirstValues(weights, initialise)
+    # A caller may still be in the block in which the model was built on meta.
+    with torch.device("cpu"):
+        if weights is None and any(parameter.is_meta for parameter in model.parameters()):
+            refuse_different_seeds(agreement)
+        zero = settings.zero_optimization
+        fsdp.shard_by_blocks(model, mesh, policy, keeps_gathered=zero.stage < 3)
+        _refuse_other_precision(model, policy)
+        if zero.offload_optimizer.device is OffloadDevice.NONE:
+            _on_all_ranks(agreement, partial(materialise, model, values))
+            return model, cls(model.parameters(), **_fused(cls), **options)
+        return model, _swapped(model, settings, agreement, cls, options, values)
 
 
-def _device_of(model: nn.Module) -> torch.device:
-    """Where the model is; raises SwapUsageError for one that can't be sharded."""
+def _device_kind(model: nn.Module, mesh: DeviceMesh | None) -> str:
+    """"cpu" or "cuda": the mesh's, or where the model is, or where it could be; raises
+    SwapUsageError for one that can't be sharded."""
     parameters = list(model.parameters())
     if not any(parameter.requires_grad for parameter in parameters):
         raise SwapUsageError(
             "the model has no parameter to train",
             fix="set requires_grad_(True) on what is to be trained",
         )
-    locals_ = [fsdp.local_tensor(p) for p in parameters if isinstance(p, DTensor)]
-    if any(isinstance(local, SwappedTensor) for local in locals_):
+    sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
+    if any(isinstance(fsdp.local_tensor(p), SwappedTensor) for p in sharded):
         raise SwapUsageError("the model is swapped already", fix="call shard() once a model")
-    if any(parameter.is_meta for parameter in parameters):
-        raise SwapUsageError(
-            "the model has parameters on the meta device",
-            fix="build it in memory: models are not materialised here yet",
-        )
-    return parameters[0].device
+    meshes = [mesh] if mesh is not None else [p.device_mesh for p in sharded]
+    kinds = [mesh.device_type for mesh in meshes]
+    kinds += [p.device.type for p in parameters if p.device.type != "meta"]
+    kinds += ["cuda" if torch.cuda.is_available() else "cpu"]
+    return kinds[0]
+
+
+def _device_now(kind: str) -> torch.device:
+    """This rank's; FSDP2 takes the same."""
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else (
+        torch.device(kind)
+    )
 
 
 def _swapped(
     model: nn.Module,
     settings: Config,
-    device: torch.device,
+    agreement: Agreement,
     cls: type[Optimizer],
     options: Mapping[str, Any],
+    values: FirstValues,
 ) -> ShardedOptimizer:
-    """Swap the shards on all ranks, or on none: what fails on one is raised on all."""
     run = _run_name()
-    agreement = Agreement(None, device)
-    optimizer = None
-    try:
-        optimizer = swap_shards(
-            model, settings, run=run, agreement=agreement, cls=cls, options=options
+    optimizers: list[ShardedOptimizer] = []
+
+    def swap() -> None:
+        optimizers.append(
+            swap_shards(
+                model, settings, run=run, agreement=agreement, cls=cls, options=options,
+                values=values,
+            )
         )
-    except SwapError as error:
-        agreement.report(error)
+
     try:
-        agreement.raise_if_any_rank_failed(fix="mend that rank's error and start again")
+        _on_all_ranks(agreement, swap)
     except SwapError:
-        if optimizer is not None:
+        for optimizer in optimizers:
             optimizer.close()
         raise
-    assert optimizer is not None
+    (optimizer,) = optimizers
     if settings.nvmeswap.overlap_step:
         optimizer.overlap_backward(OverlapSettings(settings.gradient_accumulation_steps))
     return optimizer
+
+
+def _on_all_ranks(agreement: Agreement, set_up: Callable[[], None]) -> None:
+    """Set up on all ranks, or on none: what fails on one is raised on all."""
+    try:
+        set_up()
+    except SwapError as error:
+        agreement.report(error)
+    agreement.raise_if_any_rank_failed(fix="mend that rank's error and start again")
 
 
 def _precision(settings: Config) -> MixedPrecisionPolicy:
@@ -187,11 +231,11 @@ def _class_named(name: str, options: dict[str, Any]) -> type[Optimizer]:
     )
 
 
-def _ensure_process_group(device: torch.device) -> None:
+def _ensure_process_group(kind: str) -> None:
     """torchrun's when it launched us, else a group of one."""
     if dist.is_initialized():
         return
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend)
     else:

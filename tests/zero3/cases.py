@@ -96,7 +96,7 @@ def run_swapped(case: Case, nvme_path: Path) -> Run:
     """Through nvmeswap."""
     model, optimizer = nvmeswap.zero3.shard(build(case), case.config(nvme_path))
     try:
-        return _train(model, optimizer, case)
+        return train(model, optimizer, case)
     finally:
         optimizer.swap.close()
 
@@ -116,10 +116,10 @@ def run_in_ram(case: Case) -> Run:
     model = build(case)
     shard_in_ram(model, bf16=case.bf16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-    return _train(model, optimizer, case)
+    return train(model, optimizer, case)
 
 
-def _train(model: nn.Module, optimizer: torch.optim.Optimizer, case: Case) -> Run:
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, case: Case) -> Run:
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     schedule = CosineAnnealingLR(optimizer, case.steps)
     numbers = []

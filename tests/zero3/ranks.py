@@ -22,14 +22,16 @@ import torch.distributed as dist
 from nvmeswap import SwapError
 from nvmeswap.errors import SwapUsageError
 from tests.oracle import first_difference
+from tests.zero3 import programs
 from tests.zero3.cases import Case, build, run_in_ram, run_swapped
+from tests.zero3.meta_ranks import from_meta
 from tests.zero3.scaled import clips_and_scales
 
 LAUNCH_TIMEOUT_S = 240
 
 
 def run_ranks(ranks: int, name: str, folder: Path, **arguments: Any) -> list[Any]:
-    """Results by rank; fails with the traceback of the first rank that has one."""
+    """Results by rank; fails with the tracebacks of all ranks that have one."""
     (folder / "arguments").write_bytes(pickle.dumps(arguments))
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone",
@@ -39,13 +41,14 @@ def run_ranks(ranks: int, name: str, folder: Path, **arguments: Any) -> list[Any
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=LAUNCH_TIMEOUT_S
     )
-    results = []
+    results, failures = [], ""
     for rank in range(ranks):
         path = folder / f"result{rank}"
-        assert path.exists(), done.stdout[-2000:] + done.stderr[-4000:]
+        assert path.exists(), failures + done.stdout[-2000:] + done.stderr[-4000:]
         failure, result = pickle.loads(path.read_bytes())
-        assert failure is None, f"rank {rank}: {failure}"
+        failures += "" if failure is None else f"rank {rank}: {failure}\n"
         results.append(result)
+    assert not failures, failures
     return results
 
 
@@ -54,6 +57,43 @@ def equals_ram(nvme_path: Path, cases: list[Case]) -> None:
     for case in cases:
         difference = first_difference(run_swapped(case, nvme_path), run_in_ram(case))
         assert difference is None, f"{case}: {difference}"
+
+
+def programs_equal_ram(nvme_path: Path, names: dict[str, int]) -> list[str]:
+    """Programs by name, each with its number of slots; returns what `ranks_choose_other_experts`
+    does."""
+    import tests.zero3.loops
+    import tests.zero3.structures  # noqa: F401
+
+    torch.set_num_threads(1)
+    for name, buffer_count in names.items():
+        program = programs.Program.known[name]
+        ours = programs.run_swapped(program(), nvme_path, buffer_count)
+        difference = first_difference(ours, programs.run_in_ram(program()))
+        assert difference is None, f"{name}: {difference}"
+    return ranks_choose_other_experts(nvme_path)
+
+
+def ranks_choose_other_experts(nvme_path: Path) -> list[str]:
+    """Each rank runs another expert in the first of three steps, each expert being a group of its
+    own; returns the names of the errors."""
+    import nvmeswap.zero3
+    from tests.zero3.structures import ExpertsEachInAGroup
+
+    program = ExpertsEachInAGroup()
+    model, mesh = programs.sharded(program)
+    model, optimizer = nvmeswap.zero3.shard(model, programs.config(program, nvme_path), mesh)
+    raised = []
+    for step in range(3):
+        for block in model.blocks:
+            block.chosen = [dist.get_rank() if step == 0 else 2]
+        model(torch.ones(4, programs.DIM)).sum().backward()
+        try:
+            optimizer.step()
+        except SwapError as error:
+            raised.append(type(error).__name__)
+        optimizer.zero_grad()
+    return raised
 
 
 def one_rank_reads_garbage(nvme_path: Path) -> str:
@@ -154,8 +194,8 @@ def set_up_fails_on_rank_1(nvme_path: Path) -> str:
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     each.__name__: each
     for each in (
-        clips_and_scales, equals_ram, one_rank_is_torn, one_rank_reads_garbage,
-        set_up_fails_on_rank_1, void_pass_is_refused,
+        clips_and_scales, equals_ram, from_meta, one_rank_is_torn, one_rank_reads_garbage,
+        programs_equal_ram, set_up_fails_on_rank_1, void_pass_is_refused,
     )
 }
 

@@ -19,10 +19,6 @@ def frozen() -> nn.Module:
     return nn.Linear(8, 8).requires_grad_(False)
 
 
-def on_meta() -> nn.Module:
-    return nn.Linear(8, 8, device="meta")
-
-
 def double() -> nn.Module:
     return nn.Linear(64, 64, dtype=torch.float64)
 
@@ -31,7 +27,7 @@ def offloaded_by_fsdp() -> nn.Module:
     return fully_shard(nn.Linear(64, 64), offload_policy=CPUOffloadPolicy(pin_memory=False))
 
 
-@pytest.mark.parametrize("make", [frozen, on_meta, double, offloaded_by_fsdp, nn.Identity])
+@pytest.mark.parametrize("make", [frozen, double, offloaded_by_fsdp, nn.Identity])
 def test_model_that_can_not_be_trained_is_refused(
     one_rank: None, tmp_path: Path, make: Callable[[], nn.Module]
 ) -> None:
