@@ -33,7 +33,14 @@ from nvmeswap.examples.check import (
     first_weight_difference,
     write_weights,
 )
-from nvmeswap.examples.hf_model import blocks_of, build_model, load_text, model_config
+from nvmeswap.examples.hf_model import (
+    blocks_of,
+    build_model,
+    load_text,
+    model_config,
+    sketch_model,
+    weights_of,
+)
 from nvmeswap.examples.launch import leave, ranks
 from nvmeswap.examples.loop import Clock, Step
 from nvmeswap.examples.reference import shard_in_ram
@@ -116,12 +123,23 @@ def train(model: nn.Module, optimizer: Optimizer, text: Text, options: Options) 
         yield Step(index, loss.item(), forward_s, backward_s, clock.lap_s())
 
 
+def shard(options: Options, mesh: DeviceMesh) -> tuple[nn.Module, Optimizer]:
+    """A folder's weights go from its files to NVMe, never as a whole into memory. (Adapters rename
+    the modules that the files name, so their base is built in memory, as are random weights.)"""
+    config = swap_config(options)
+    weights = weights_of(options.model)
+    if weights is None or options.lora:
+        plain = options.build_model().to(options.device)
+        return nvmeswap.zero3.shard(plain, config, mesh=mesh)
+    sketch = sketch_model(weights, gradient_checkpointing=options.gradient_checkpointing)
+    return nvmeswap.zero3.shard(sketch, config, mesh=mesh, weights=weights)
+
+
 def train_swapped(
     options: Options, mesh: DeviceMesh, text: Text
 ) -> tuple[list[Step], Figures, IO[bytes] | None]:
     """Train from NVMe; last comes the file of the final weights, if they are to be compared."""
-    plain = options.build_model().to(options.device)
-    model, optimizer = nvmeswap.zero3.shard(plain, swap_config(options), mesh=mesh)
+    model, optimizer = shard(options, mesh)
     assert isinstance(optimizer, ShardedOptimizer)
     swap = optimizer.swap
     try:

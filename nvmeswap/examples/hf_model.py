@@ -35,8 +35,9 @@ def model_config(path: Path | None) -> Any:
     )
 
 
-def has_weights(path: Path | None) -> bool:
-    return path is not None and path.is_dir() and any(path.glob("*.safetensors"))
+def weights_of(path: Path | None) -> Path | None:
+    """The folder, if it has safetensors."""
+    return path if path is not None and any(path.glob("*.safetensors")) else None
 
 
 def build_model(
@@ -49,10 +50,22 @@ def build_model(
     """
     torch.manual_seed(seed)
     dtype = torch.bfloat16 if lora and bf16 else torch.float32
-    if has_weights(path):
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+    folder = weights_of(path)
+    if folder is not None:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
     else:
         model = AutoModelForCausalLM.from_config(model_config(path), dtype=dtype)
+    return _to_be_trained(model, lora=lora, gradient_checkpointing=gradient_checkpointing)
+
+
+def sketch_model(path: Path, *, gradient_checkpointing: bool) -> nn.Module:
+    """The same on the meta device, for weights that are read when it is sharded."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config(path), dtype=torch.float32)
+    return _to_be_trained(model, lora=False, gradient_checkpointing=gradient_checkpointing)
+
+
+def _to_be_trained(model: Any, *, lora: bool, gradient_checkpointing: bool) -> nn.Module:
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if lora:

@@ -71,11 +71,12 @@ def test_each_way_to_fine_tune_equals_the_run_in_ram(
     result = finetune(
         tmp_path,
         ["--model", str(config), "--check", "--json", "whole.json"],
+        ["--model", str(pretrained), "--text", "text", "--check"],
         ["--model", str(pretrained), "--text", "text", "--lora", "--check", "--json", "lora.json",
          "--precision", "bf16", "--gradient-checkpointing"],
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count("loss equals in-RAM run: yes") == 2
+    assert result.stdout.count("loss equals in-RAM run: yes") == 3
     whole = json.loads((tmp_path / "whole.json").read_text())
     lora = json.loads((tmp_path / "lora.json").read_text())
     assert whole["equals_in_ram_run"] and lora["equals_in_ram_run"]
