@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,7 +18,7 @@ from torch.optim import AdamW
 
 def shard_in_ram(
     model: nn.Module,
-    blocks: nn.ModuleList,
+    blocks: Iterable[nn.Module],
     mesh: DeviceMesh,
     *,
     bf16: bool,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from rich.console import Console
@@ -181,6 +184,36 @@ def print_table(title: str, figures: Figures) -> None:
     for name, value in rows.items():
         table.add_row(name, value)
     Console().print(table)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A run's steps on rank 0, its figures over all ranks, and how it compares with the run in
+    RAM: `difference` is the first there is, None without one or if not `checked`."""
+
+    steps: Sequence[Step]
+    figures: Figures
+    checked: bool
+    difference: str | None
+
+    def print(self) -> None:
+        """The table; the last line says whether the check was passed."""
+        print_table(f"{len(self.steps)} steps, {dist.get_world_size()} rank(s)", self.figures)
+        if self.difference is not None:
+            print(self.difference)
+        if self.checked:
+            print(f"loss equals in-RAM run: {'yes' if self.difference is None else 'no'}")
+
+    def write_json(self, path: Path, options: dict[str, Any]) -> None:
+        content = {
+            "figures": {**dataclasses.asdict(self.figures), "overlap": self.figures.overlap},
+            "losses": [step.loss for step in self.steps],
+            "steps": [dataclasses.asdict(step) for step in self.steps],
+            "equals_in_ram_run": self.difference is None if self.checked else None,
+            "first_difference": self.difference,
+            "options": options,
+        }
+        path.write_text(json.dumps(content, indent=2, default=str) + "\n")
 
 
 def mib(nbytes: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ class Text:
     """A run of tokens. A batch depends on its four coordinates and on nothing else, so that two
     runs, or a run and its repetition in RAM, see the same data."""
 
-    def __init__(self, tokens: npt.NDArray[np.int16]) -> None:
+    def __init__(self, tokens: npt.NDArray[np.signedinteger[Any]]) -> None:
         self.tokens = tokens
 
     @classmethod

@@ -10,18 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import json
-import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import IO, Any, NoReturn
+from collections.abc import Sequence
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import HashStore
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import nvmeswap.zero3
 from nvmeswap.errors import SwapError
@@ -32,10 +28,11 @@ from nvmeswap.examples.check import (
     first_weight_difference,
     write_weights,
 )
+from nvmeswap.examples.launch import leave, ranks
 from nvmeswap.examples.loop import Step, train
 from nvmeswap.examples.model import Transformer
 from nvmeswap.examples.reference import shard_in_ram
-from nvmeswap.examples.report import Figures, StepReporter, Traffic, print_table
+from nvmeswap.examples.report import Figures, Result, StepReporter, Traffic
 from nvmeswap.examples.text import Text
 from nvmeswap.zero3.optimizer import ShardedOptimizer
 
@@ -146,71 +143,22 @@ def run(options: Options, mesh: DeviceMesh) -> int:
         gc.collect()  # the swapped model, whose modules refer to each other
         with weights:
             difference = difference_from_ram(options, mesh, text, steps, weights)
-    equal = None if not options.check else difference is None
+    result = Result(steps, figures, checked=options.check, difference=difference)
     if dist.get_rank() == 0:
-        print_table(f"{options.steps} steps, {dist.get_world_size()} rank(s)", figures)
-        if difference is not None:
-            print(difference)
-        if equal is not None:
-            print(f"loss equals in-RAM run: {'yes' if equal else 'no'}")
+        result.print()
         if options.json is not None:
-            write_json(options, steps, figures, equal, difference)
+            result.write_json(options.json, dataclasses.asdict(options))
     return 1 if difference is not None else 0
-
-
-def write_json(
-    options: Options, steps: Sequence[Step], figures: Figures, equal: bool | None, why: str | None
-) -> None:
-    assert options.json is not None
-    content = {
-        "figures": {**dataclasses.asdict(figures), "overlap": figures.overlap},
-        "losses": [step.loss for step in steps],
-        "steps": [dataclasses.asdict(step) for step in steps],
-        "equals_in_ram_run": equal,
-        "first_difference": why,
-        "options": dataclasses.asdict(options),
-    }
-    options.json.write_text(json.dumps(content, indent=2, default=str) + "\n")
-
-
-@contextmanager
-def ranks(options: Options) -> Iterator[DeviceMesh]:
-    """The mesh of all ranks: torchrun's, or this process alone."""
-    backend = options.backend if options.device == "cpu" else f"cpu:gloo,cuda:{options.backend}"
-    if options.device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        if options.check:  # else two equal runs may differ, with or without nvmeswap
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True)
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    try:
-        yield init_device_mesh(options.device, (dist.get_world_size(),))
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     try:
-        with ranks(options) as mesh:
+        with ranks(options.device, options.backend, repeatable=options.check) as mesh:
             return run(options, mesh)
     except SwapError as error:  # says what to do; a traceback would only hide it
         print(error, file=sys.stderr)
         return 1
-
-
-def leave(code: int) -> NoReturn:
-    """End the process without tearing the interpreter down: gloo's threads sometimes abort it then
-    ("terminate called without an active exception", torch 2.13, with or without nvmeswap), which
-    would turn a good run into a failed one. Nothing is left open: `run` and `ranks` closed it all.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 if __name__ == "__main__":

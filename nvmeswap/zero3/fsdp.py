@@ -32,10 +32,21 @@ def shard_by_blocks(
     if isinstance(model, FSDPModule):
         reshard_all(model)
         return
+    _refuse_scalars(model)
     _refuse_ties_across_groups(model)
     reshard = False if keeps_gathered else None
     for module in [*_blocks(model), model]:
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+
+
+def _refuse_scalars(model: nn.Module) -> None:
+    """FSDP2 refuses them too, but some blocks are sharded by then (CLIP's temperature is one)."""
+    for name, parameter in model.named_parameters():
+        if not parameter.dim():
+            raise SwapUsageError(
+                f"parameter {name!r} is a scalar, which can't be sharded",
+                fix="replace it by nn.Parameter(parameter.detach().reshape(1)) before shard()",
+            )
 
 
 def _refuse_ties_across_groups(model: nn.Module) -> None:

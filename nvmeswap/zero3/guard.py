@@ -49,6 +49,7 @@ def guard_module_calls(model: nn.Module, home: ShardedHome) -> None:
     - `half()`, `to(other)`, `to_empty()` and their kin raise, where they would read the parameters
       into memory and leave them there; calls that change nothing pass;
     - `zero_grad()` forgets the gradients that are in host memory, too;
+    - transformers' and PEFT's `save_pretrained()` raises where it was given no values to write;
     - `load_state_dict(assign=True)` raises: it would leave resident parameters instead;
     - a forward after a backward that an error ended raises, one that an error ends leaves FSDP2
       clean, and the first one may be in inference mode.
@@ -61,6 +62,9 @@ def guard_module_calls(model: nn.Module, home: ShardedHome) -> None:
             module._apply = partial(_apply, module._apply, kinds)  # type: ignore[method-assign]
             module.register_load_state_dict_pre_hook(_refuse_assignment)
             module.zero_grad = partial(_zero_grad, module, module.zero_grad, home)  # type: ignore[method-assign]
+        if hasattr(module, "save_pretrained"):
+            original: Any = module.save_pretrained
+            module.save_pretrained = partial(_save_pretrained, original)  # type: ignore[assignment]
 
 
 def _apply(
@@ -88,6 +92,16 @@ def _zero_grad(
 ) -> None:
     original(set_to_none)
     home.zero_gradients(set_to_none=set_to_none, parameters=module.parameters())
+
+
+def _save_pretrained(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if kwargs.get("state_dict") is None:
+        raise SwapUsageError(
+            "save_pretrained would find no values in the model: they are in the swap space",
+            fix="give it state_dict={name: value.full_tensor().clone(), ...} from "
+            "model.state_dict(), gathered on all ranks",
+        )
+    return original(*args, **kwargs)
 
 
 def _refuse_assignment(
