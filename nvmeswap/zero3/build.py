@@ -51,7 +51,7 @@ def swap_shards(
     layouts = optimizer.lay_out(zero.sub_group_size)
     space = SwapSpace(
         Placement(settings.nvme_paths, run, dist.get_rank(), dist.get_world_size()),
-        _pools(settings, entries, layouts, agreement.device),
+        pool_requests(settings, entries, layouts, agreement.device),
         swap=settings.nvmeswap,
         aio=settings.aio,
         pin_memory=zero.offload_param.pin_memory and zero.offload_optimizer.pin_memory,
@@ -93,7 +93,7 @@ def _thread_count(share: float | None) -> int:
 def _write_parameters(
     settings: Config, entries: Sequence[Entry], space: SwapSpace
 ) -> PartitionedParamSwapper:
-    placement = _placement(settings)
+    placement = placement_of(settings)
     params = PartitionedParamSwapper(
         [entry.spec for entry in entries],
         placement,
@@ -119,14 +119,15 @@ def _let_go(
     guard_module_calls(model, home)
 
 
-def _pools(
+def pool_requests(
     settings: Config,
     entries: Sequence[Entry],
     layouts: Sequence[SubGroupLayout],
     device: torch.device,
 ) -> dict[str, PoolRequest]:
+    """The slots that a rank asks for, by pool; `device` is where the model computes."""
     zero = settings.zero_optimization
-    placement = _placement(settings)
+    placement = placement_of(settings)
     swapped = [entry.spec for entry in entries if entry.swapped]
     on_nvme = zero.offload_optimizer.device is OffloadDevice.NVME
     gradient_sizes = [
@@ -160,7 +161,8 @@ def _gradient_memory(pool: Pool | None, entries: Sequence[Entry]) -> dict[str, t
     return memory
 
 
-def _placement(settings: Config) -> ParamPlacement:
+def placement_of(settings: Config) -> ParamPlacement:
+    """As the JSON says."""
     param = settings.zero_optimization.offload_param
     return ParamPlacement(
         on_nvme=param.device is OffloadDevice.NVME,

@@ -70,23 +70,27 @@ def fsdp_params(model: nn.Module) -> list[Any]:
 
     Raises SwapUsageError for settings of FSDP2 that swapped parameters can't serve.
     """
+    return [record for module in fsdp_modules(model) for record in params_of(module)]
+
+
+def params_of(module: Any) -> list[Any]:
+    """The same of one module that `fully_shard` was applied to: what is gathered with it."""
     records = []
-    for module in fsdp_modules(model):
-        for group in _param_groups(module):
-            if group is None:
-                continue
-            if group._use_post_forward_mesh:
+    for group in _param_groups(module):
+        if group is None:
+            continue
+        if group._use_post_forward_mesh:
+            raise SwapUsageError(
+                "reshard_after_forward=<int> keeps shards on the device",
+                fix="use reshard_after_forward True, False or None",
+            )
+        for record in group.fsdp_params:
+            if record.offload_to_cpu:
                 raise SwapUsageError(
-                    "reshard_after_forward=<int> keeps shards on the device",
-                    fix="use reshard_after_forward True, False or None",
+                    "CPUOffloadPolicy and nvmeswap both move the shards",
+                    fix="leave offload_policy out of fully_shard",
                 )
-            for record in group.fsdp_params:
-                if record.offload_to_cpu:
-                    raise SwapUsageError(
-                        "CPUOffloadPolicy and nvmeswap both move the shards",
-                        fix="leave offload_policy out of fully_shard",
-                    )
-                records.append(record)
+            records.append(record)
     return records
 
 

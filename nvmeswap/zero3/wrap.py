@@ -59,11 +59,11 @@ def shard(
     optimizer forgets them.
     """
     settings = Config.load(config)
-    cls, options = _optimizer(settings.optimizer, optimizer)
+    cls, options = optimizer_of(settings.optimizer, optimizer)
     device = _device_of(model)
     _ensure_process_group(device)
     mesh = mesh or init_device_mesh(device.type, (dist.get_world_size(),))
-    policy = _precision(settings)
+    policy = precision_of(settings)
     fsdp.shard_by_blocks(model, mesh, policy)
     _refuse_other_precision(model, policy)
     zero = settings.zero_optimization
@@ -118,7 +118,8 @@ def _swapped(
     return optimizer
 
 
-def _precision(settings: Config) -> MixedPrecisionPolicy:
+def precision_of(settings: Config) -> MixedPrecisionPolicy:
+    """FSDP2's policy for the JSON's `bf16`."""
     if settings.bf16.enabled:
         return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     return MixedPrecisionPolicy()
@@ -134,7 +135,7 @@ def _refuse_other_precision(model: nn.Module, policy: MixedPrecisionPolicy) -> N
             )
 
 
-def _optimizer(
+def optimizer_of(
     block: OptimizerBlock | None,
     given: type[Optimizer] | tuple[type[Optimizer], Mapping[str, Any]] | None,
 ) -> tuple[type[Optimizer], dict[str, Any]]:
