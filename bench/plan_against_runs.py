@@ -1,0 +1,188 @@
+"""What `nvmeswap plan` predicts, beside what `nvmeswap.zero3.shard` then takes.
+
+    python bench/plan_against_runs.py --path /mnt/nvme
+
+MLP blocks (two linear layers and a norm, as in `mlp.py`) at two hidden sizes, each with parameters
+read twice a step (`max_in_cpu` 0) and with all of them kept in memory. In every round each run makes
+a step, and right before it the drive, the update and a few blocks in memory are measured anew, since
+a busy machine changes from one second to the next. A round's prediction is made from that round's
+rates. The figure is the median over rounds of predicted over measured seconds, phase by phase: 1 is
+perfect, 0.8 to 1.25 is within twenty per cent.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import facts
+from report import Report, parser
+from torch import nn
+
+import nvmeswap.zero3
+from nvmeswap.cli.bench.folder import own_folder
+from nvmeswap.cli.plan.compute import ComputeTrial
+from nvmeswap.cli.plan.predict import Machine, predict
+from nvmeswap.cli.plan.rates import DriveTrial, measure_host
+from nvmeswap.config import Config
+from nvmeswap.zero3.foresight import Foresight
+
+BLOCKS = 8
+BATCH = 8
+PHASES = ("forward", "backward", "step")
+_hidden = 0  # of the model that the functions below make
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(_hidden, 4 * _hidden)
+        self.down = nn.Linear(4 * _hidden, _hidden)
+        self.norm = nn.LayerNorm(_hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.float().square().mean()
+
+
+def model() -> nn.Module:
+    return Mlp()
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(BATCH, _hidden)
+
+
+@dataclass(frozen=True)
+class Seconds:
+    forward: float
+    backward: float
+    step: float
+
+
+class Run:
+    """A model at one size under one budget, swapped."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        torch.manual_seed(0)
+        self.model, self.optimizer = nvmeswap.zero3.shard(model(), settings)
+        self.x = batch()
+
+    def measure(self) -> Seconds:
+        began = time.perf_counter()
+        loss = self.model(self.x)
+        forward = time.perf_counter()
+        loss.backward()
+        backward = time.perf_counter()
+        self.optimizer.step()
+        stepped = time.perf_counter()
+        self.optimizer.zero_grad()
+        return Seconds(forward - began, backward - forward, stepped - backward)
+
+    def close(self) -> None:
+        self.optimizer.close()
+
+
+def config(folder: Path, max_in_cpu: int, bf16: bool) -> dict[str, Any]:
+    nvme = {"device": "nvme", "nvme_path": str(folder)}
+    return {
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {**nvme, "max_in_cpu": max_in_cpu},
+            "offload_optimizer": nvme,
+        },
+        "bf16": {"enabled": bf16},
+    }
+
+
+def foresee(settings: Config) -> Foresight:
+    with torch.device("meta"):
+        made = model()
+    return Foresight(made, settings, ranks=1, device="cpu")
+
+
+def rounds(folder: Path, max_in_cpu: int, bf16: bool, count: int, size_nbytes: int
+           ) -> Iterator[tuple[Seconds, Seconds, dict[str, Any]]]:
+    """Predicted and measured seconds, round by round, and the rates in between."""
+    raw = config(folder, max_in_cpu, bf16)
+    settings = Config.load(raw)
+    foresight = foresee(settings)  # it needs to be alone with its process group
+    layouts = foresight.footprint(settings).layouts
+    compute = ComputeTrial("plan_against_runs:model", "plan_against_runs:batch", settings,
+                           device="cpu")
+    run = Run(raw)
+    try:
+        with DriveTrial(folder, settings, size_nbytes) as drive:
+            for _ in range(2):  # the first steps are others: no plan, no states
+                run.measure()
+                compute.sample()
+            for _ in range(count):
+                machine = Machine(drive.sample(), measure_host(layouts, settings, 4),
+                                  compute.measure(loops=2))
+                found = predict(foresight, settings, machine, micro_batches=1)
+                measured = [run.measure() for _ in range(2)]
+                predicted = Seconds(found.passes.forward_s, found.passes.backward_s,
+                                    found.stepping.step_s)
+                mean = Seconds(*(statistics.mean(getattr(m, p) for m in measured) for p in PHASES))
+                yield predicted, mean, {"drives": asdict(machine.drives),
+                                        "host": asdict(machine.host)}
+    finally:
+        run.close()
+        compute.close()
+
+
+def main() -> int:
+    global _hidden
+    arguments = parser(__doc__ or "")
+    arguments.add_argument("--hidden", type=int, nargs=2, default=None, metavar="N",
+                           help="the two sizes (1024 and 2048; quick: 256 and 512)")
+    arguments.add_argument("--bf16", action="store_true",
+                           help="compute in bf16 (slow on processors without instructions for it)")
+    options = arguments.parse_args()
+    report = Report(3 if options.quick else 7)
+    sizes = options.hidden or ([256, 512] if options.quick else [1024, 2048])
+    with own_folder(options.path) as folder:
+        for hidden in sizes:
+            sys.modules["plan_against_runs"]._hidden = hidden  # type: ignore[attr-defined]
+            for name, budget in (("none", 0), ("plenty", 1_000_000_000)):
+                ratios: dict[str, list[float]] = {phase: [] for phase in (*PHASES, "total")}
+                size_nbytes = (128 if options.quick else 512) << 20
+                for number, (predicted, measured, rates) in enumerate(
+                    rounds(folder, budget, options.bf16, report.round_count, size_nbytes)
+                ):
+                    pairs = {p: (getattr(predicted, p), getattr(measured, p)) for p in PHASES}
+                    pairs["total"] = (sum(asdict(predicted).values()),
+                                      sum(asdict(measured).values()))
+                    for phase, (foreseen, taken) in pairs.items():
+                        ratios[phase].append(foreseen / taken)
+                    report.runs.append({"hidden": hidden, "kept": name, "round": number,
+                                        "predicted_s": asdict(predicted),
+                                        "measured_s": asdict(measured), **rates})
+                for phase, values in ratios.items():
+                    report.figure(f"h{hidden}_{name}_{phase}_predicted_over_measured",
+                                  statistics.median(values))
+    worst = max(max(value, 1 / value) for value in report.figures.values())
+    report.figure("worst", worst)
+    report.write(options.json, facts(options.path))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.modules["plan_against_runs"] = sys.modules["__main__"]
+    sys.exit(main())
