@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import nvmeswap.zero3
 from nvmeswap.config import Config
-from nvmeswap.zero3.foresight import Foresight, Footprint
+from nvmeswap.zero3.foresight import Footprint, Foresight
 from tests.zero3.cases import AwkwardModel, Case, build
 
 

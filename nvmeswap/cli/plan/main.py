@@ -17,8 +17,10 @@ from nvmeswap.cli.plan.passes import Compute
 from nvmeswap.cli.plan.predict import Machine, changes, predict
 from nvmeswap.cli.plan.rates import (
     DriveRates,
+    HostRates,
     drives_from_bench,
     given_drives,
+    host_from_bench,
     measure_drives,
     measure_host,
     read_json,
@@ -41,11 +43,9 @@ def run(options: argparse.Namespace) -> int:
     )
     ranks_here = options.ranks_per_node or min(options.ranks, _MOST_RANKS_PER_NODE)
     node = drives_of(options, settings)
-    footprint = foresight.footprint(settings)
-    itemsize = footprint.gradient_nbytes // max(1, footprint.trained_numel)
     machine = Machine(
         drives=node.times(1 / ranks_here),
-        host=measure_host(footprint.layouts, settings, itemsize),
+        host=host_of(options, settings, foresight),
         compute=compute_of(options, settings),
     )
     batches = options.micro_batches
@@ -105,6 +105,18 @@ def drives_of(options: argparse.Namespace, settings: Config) -> DriveRates:
     if not folders:  # nothing is on NVMe: any rate will do
         return given_drives(1.0, 1.0)
     return measure_drives(folders, settings, options.size)
+
+
+def host_of(
+    options: argparse.Namespace, settings: Config, foresight: Foresight
+) -> HostRates:
+    """This machine's, unless an earlier plan of another one is given."""
+    before = host_from_bench(options.bench or [])
+    if before is not None:
+        return before
+    footprint = foresight.footprint(settings)
+    itemsize = footprint.gradient_nbytes // max(1, footprint.trained_numel)
+    return measure_host(footprint.layouts, settings, itemsize)
 
 
 def compute_of(options: argparse.Namespace, settings: Config) -> Compute | None:

@@ -156,11 +156,12 @@ def _finished(root: nn.Module, path: Path, key: str) -> nn.Module:
 
 
 def _number_lists(module: nn.Module) -> None:
-    """Where all children are called by numbers, they were the elements of a ModuleList."""
-    children: Mapping[str, nn.Module] = dict(module.named_children())
-    for name, child in children.items():
-        _number_lists(child)
-        inner = dict(child.named_children())
+    """Where all children are called by numbers, they were the elements of a ModuleList; the
+    outermost are what FSDP2's groups are made of."""
+    for name, child in list(module.named_children()):
+        inner: Mapping[str, nn.Module] = dict(child.named_children())
         only_children = not list(child.parameters(recurse=False))
         if inner and only_children and all(number.isdigit() for number in inner):
             setattr(module, name, nn.ModuleList(inner[each] for each in sorted(inner, key=int)))
+        else:
+            _number_lists(child)

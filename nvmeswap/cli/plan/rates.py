@@ -29,7 +29,7 @@ from nvmeswap.swap.update import Scratch, Turn, update_segment
 from nvmeswap.zero3.wrap import optimizer_of
 
 _LOOPS = 3
-_SUMMED_NBYTES = 128 << 20  # beyond a processor's caches
+_SUMMED_NBYTES = 64 << 20  # beyond a processor's caches
 _UPDATED_NUMEL = 16 << 20  # likewise
 
 
@@ -58,11 +58,10 @@ class DriveRates:
 
 @dataclass(frozen=True, slots=True)
 class HostRates:
-    """Of one rank: elements that the update does a second, bytes that are summed and copied."""
+    """Of one rank: elements that the update does a second, and bytes that are summed."""
 
     update_numel_per_s: float
     digest_nbytes_per_s: float
-    copy_nbytes_per_s: float
 
 
 # --- drives -----------------------------------------------------------------------------------
@@ -175,6 +174,15 @@ def _rates_in(file: Path) -> dict[str, float]:
         ) from None
 
 
+def host_from_bench(files: Sequence[Path]) -> HostRates | None:
+    """Of an earlier plan's machine, if one of the files is a plan's."""
+    for file in files:
+        rates = read_json(file, key="--bench").get("rates", {})
+        if "host" in rates:
+            return HostRates(**rates["host"])
+    return None
+
+
 def read_json(path: Path, *, key: str) -> Any:
     """Raises SwapConfigError naming file and reason."""
     try:
@@ -198,12 +206,8 @@ def measure_host(layouts: Sequence[SubGroupLayout], settings: Config, itemsize: 
         update = _update_rate(layouts, settings, itemsize)
     finally:
         torch.set_num_threads(threads)
-    one, other = (torch.ones(_SUMMED_NBYTES, dtype=torch.uint8) for _ in range(2))
-    return HostRates(
-        update_numel_per_s=update,
-        digest_nbytes_per_s=_SUMMED_NBYTES / _median_s(lambda: digest(one)),
-        copy_nbytes_per_s=_SUMMED_NBYTES / _median_s(lambda: other.copy_(one)),
-    )
+    summed = torch.ones(_SUMMED_NBYTES, dtype=torch.uint8)
+    return HostRates(update, _SUMMED_NBYTES / _median_s(lambda: digest(summed)))
 
 
 def _thread_count(settings: Config) -> int:
@@ -224,7 +228,7 @@ def _update_rate(layouts: Sequence[SubGroupLayout], settings: Config, itemsize: 
     """Elements a second of the real update over scratch sub-groups laid out as the largest is."""
     layout = max(layouts, key=lambda each: sum(s.numel for s in each.segments))
     numel = sum(segment.numel for segment in layout.segments)
-    count = max(1, -(-_UPDATED_NUMEL // numel))
+    count = min(len(layouts), -(-_UPDATED_NUMEL // numel))  # a small model may stay in caches
     cls, options = optimizer_of(settings.optimizer, None)
     rule = ElementwiseOptimizer(cls, options)
     dtype = torch.float32 if itemsize >= 4 else torch.bfloat16
