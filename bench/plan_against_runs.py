@@ -4,7 +4,7 @@
 
 MLP blocks (two linear layers and a norm, as in `mlp.py`) at two hidden sizes, each with parameters
 read twice a step (`max_in_cpu` 0) and with all of them kept in memory. A round is two steps, with
-the drive, the update and a few blocks in memory measured right before, since a busy machine changes
+the drive, the update and a few blocks in memory measured between them, since a busy machine changes
 from one second to the next; it is predicted from what was measured in it. The figure is the median
 over rounds of predicted over measured seconds, phase by phase: 1 is perfect, 0.8 to 1.25 is within
 twenty per cent.
@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from machine import facts
@@ -28,6 +28,7 @@ from torch import nn
 import nvmeswap.zero3
 from nvmeswap.cli.bench.folder import own_folder
 from nvmeswap.cli.plan.compute import ComputeTrial
+from nvmeswap.cli.plan.passes import Compute
 from nvmeswap.cli.plan.predict import Machine, predict
 from nvmeswap.cli.plan.rates import DriveTrial, measure_host
 from nvmeswap.config import Config
@@ -74,6 +75,14 @@ class Seconds:
     forward: float
     backward: float
     step: float
+
+
+_Fields = TypeVar("_Fields", Seconds, Compute)
+
+
+def _mean(kind: type[_Fields], one: _Fields, other: _Fields) -> _Fields:
+    pairs = zip(asdict(one).values(), asdict(other).values(), strict=True)
+    return kind(*(statistics.mean(pair) for pair in pairs))
 
 
 class Run:
@@ -132,15 +141,14 @@ def rounds(
                 run.measure()
                 compute.sample()
             for _ in range(count):
+                # Measured and predicted take turns: run, rates, run, so that drifts cancel.
+                first, before = run.measure(), compute.sample()
                 machine = Machine(drive.sample(), measure_host(layouts, settings, 4),
-                                  compute.measure(loops=2))
+                                  _mean(Compute, before, compute.sample()))
+                measured = _mean(Seconds, first, run.measure())
                 found = predict(foresight, settings, machine, micro_batches=1)
-                measured = [run.measure() for _ in range(2)]
-                predicted = Seconds(found.passes.forward_s, found.passes.backward_s,
-                                    found.stepping.step_s)
-                mean = Seconds(*(statistics.mean(getattr(m, p) for m in measured) for p in PHASES))
-                yield predicted, mean, {"drives": asdict(machine.drives),
-                                        "host": asdict(machine.host)}
+                yield Seconds(found.passes.forward_s, found.passes.backward_s,
+                              found.stepping.step_s), measured, asdict(machine)
     finally:
         run.close()
         compute.close()

@@ -184,6 +184,29 @@ def test_budget_too_small_does_not_fit_and_says_what_would(plan: Plan) -> None:
     assert fitting["host_memory"]["fits"]
 
 
+def test_nothing_offloaded_is_nothing_to_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+    assert main(["plan", "--config", str(tmp_path / "ds.json"), *GIVEN,
+                 "--factory", f"{__name__}:model"]) == 1
+    assert "nothing is offloaded" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("devices", [("cpu", "nvme"), ("nvme", "cpu"), ("cpu", "cpu")])
+def test_tiers_can_be_mixed(plan: Plan, devices: tuple[str, str]) -> None:
+    raw = config()
+    for name, device in zip(("offload_param", "offload_optimizer"), devices, strict=True):
+        raw["zero_optimization"][name] = {"device": device}
+        if device == "nvme":
+            raw["zero_optimization"][name]["nvme_path"] = "/elsewhere"
+    found = plan(*GIVEN, raw=raw)
+    for file, device in zip(("params.swp", "optimizer.swp"), devices, strict=True):
+        assert (found["bytes"]["nvme"][file] > 0) == (device == "nvme")
+    assert (found["phases"]["step"]["write_nbytes"] > 0) == ("nvme" in devices)
+    assert devices[0] == "nvme" or found["phases"]["forward"]["read_nbytes"] == 0
+
+
 def test_more_ranks_take_less_each(plan: Plan) -> None:
     one, eight = plan(*GIVEN), plan(*GIVEN, "--ranks", "8")
     assert eight["model"]["rank_numel"] < one["model"]["rank_numel"] / 6

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from torch import nn
 
@@ -28,7 +29,7 @@ from nvmeswap.cli.plan.rates import (
 from nvmeswap.cli.plan.report import content, show
 from nvmeswap.cli.plan.wear import Rating, wear
 from nvmeswap.cli.report_json import write
-from nvmeswap.config import Config, SameDriveWarning
+from nvmeswap.config import Config, OffloadDevice, SameDriveWarning
 from nvmeswap.errors import SwapConfigError
 from nvmeswap.zero3.foresight import Foresight
 
@@ -81,7 +82,13 @@ def load_settings(options: argparse.Namespace) -> Config:
                             "host_memory_nbytes": options.host_memory}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SameDriveWarning)
-        return Config.load(data)
+        settings = Config.load(data)
+    if settings.zero_optimization.offload_optimizer.device is OffloadDevice.NONE:
+        raise SwapConfigError(
+            "nothing is offloaded: FSDP2 keeps all of it on the device",
+            key="zero_optimization.offload_optimizer.device", fix='set it to "nvme" or "cpu"',
+        )
+    return settings
 
 
 def model_of(options: argparse.Namespace) -> nn.Module:
@@ -125,6 +132,11 @@ def compute_of(options: argparse.Namespace, settings: Config) -> Compute | None:
         return Compute(options.compute_forward_s, options.compute_backward_s)
     if options.batch is None:
         return None
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise SwapConfigError(
+            "--batch times the model on a GPU, and there is none", key="--device",
+            fix="--device cpu, or give --compute-forward-s and --compute-backward-s",
+        )
     trial = ComputeTrial(options.factory, options.batch, settings, device=options.device)
     try:
         return trial.measure()
