@@ -3,7 +3,7 @@
 A drive that reads one shard after the other, slots that are few, and a processor that uses the
 shards in order: played through use by use with the rules of `PartitionedParamSwapper` (reads ahead
 into free slots, `max_in_cpu`, who is needed last gives way) and its own `Plan`. The first step is
-recorded, the second one told.
+recorded, the second begins without what is read ahead at a step's end, the third is told.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from nvmeswap.swap.plan import Plan
 from nvmeswap.swap.shard import ShardSpec
 from nvmeswap.zero3.foresight import Footprint, Group
 
+_STEPS = 3
 _MOST_SIMULATED = 2  # micro-batches: all after the first are alike
 
 
@@ -66,7 +67,7 @@ def play(
     """What a step's passes take once the plan is known."""
     machine = _Machine(footprint, drives, host, checksums=checksums)
     simulated = min(micro_batches, _MOST_SIMULATED)
-    for _ in range(2):
+    for _ in range(_STEPS):
         done = [
             machine.run(_uses(footprint.groups, compute, is_forward=is_forward))
             for _ in range(simulated)
