@@ -29,6 +29,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -238,6 +239,46 @@ class OwnedFolders:
                 )
         if failed is not None:
             raise failed
+
+
+@dataclass(frozen=True, slots=True)
+class RankFolder:
+    """A rank's folder as somebody else sees it. `pid` is what its owner wrote, None if that can't
+    be read; `alive` says the lock; `nbytes` are those of the swap files."""
+
+    folder: Path
+    pid: int | None
+    alive: bool
+    nbytes: int
+
+
+def look_at_owners(nvme_path: Path) -> list[RankFolder]:
+    """All rank folders of this user below `nvme_path`. Changes nothing; what can't be looked into
+    is left out. A claim that looks at the same moment may take a dead owner for a live one, and
+    leaves its folder to the next."""
+    found: list[RankFolder] = []
+    with contextlib.suppress(OSError), _opened(nvme_path / _ROOT) as root_fd:
+        for run in _names(root_fd, _OUR_RUNS):
+            with contextlib.suppress(OSError), _opened(run, parent_fd=root_fd) as run_fd:
+                for rank in _names(run_fd, _OUR_RANKS):
+                    with contextlib.suppress(OSError), _opened(rank, parent_fd=run_fd) as fd:
+                        found.append(_look_at(nvme_path / _ROOT / run / rank, fd))
+    return found
+
+
+def _look_at(folder: Path, folder_fd: int) -> RankFolder:
+    lock = _try_lock(OWNER_FILE, os.O_RDONLY, folder_fd=folder_fd)
+    if lock is not None:
+        _unlock(lock)
+    try:
+        pid = int(json.loads(_owner_text(folder_fd))["pid"])
+    except (ValueError, KeyError, TypeError):
+        pid = None
+    nbytes = sum(
+        os.stat(name, dir_fd=folder_fd, follow_symlinks=False).st_size
+        for name in _names(folder_fd, _OUR_FILES)
+    )
+    return RankFolder(folder, pid, alive=lock is None, nbytes=nbytes)
 
 
 def _check_folder(nvme_path: Path) -> None:

@@ -30,7 +30,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _NO_FALLOCATE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 _OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-_GROWTH_NBYTES = 64 << 20  # arbitrary: few growths for small tensors, little wasted on the last
+GROWTH_NBYTES = 64 << 20  # arbitrary: few growths for small tensors, little wasted on the last
 
 
 class SwapFile:
@@ -85,7 +85,7 @@ class SwapFile:
         try:
             if self.extents.end_bytes > self.nbytes:
                 try:
-                    self._grow_to(self.extents.end_bytes + _GROWTH_NBYTES)
+                    self._grow_to(self.extents.end_bytes + GROWTH_NBYTES)
                 except SwapSpaceError:
                     self._grow_to(self.extents.end_bytes)
         except BaseException:

@@ -43,6 +43,24 @@ def kept_count(layouts: Sequence[SubGroupLayout], ratio: float) -> int:
     return len(layouts) - int(ratio * len(layouts))
 
 
+def in_ram_count(
+    layouts: Sequence[SubGroupLayout], ratio: float, *, slot_count: int, buffer_count: int
+) -> int:
+    """How many sub-groups have a slot for good: those that `ratio` keeps and what slots beyond the
+    pipeline's have room for, so that one at least is left for the others."""
+    count, kept = len(layouts), kept_count(layouts, ratio)
+    if kept < count <= slot_count and slot_count > buffer_count:
+        return count  # a budget with room for all
+    if kept < count:
+        return min(max(kept, slot_count - buffer_count), max(0, slot_count - 1))
+    return kept
+
+
+def stays_in_ram(index: int, count: int, kept_count: int) -> bool:
+    """Whether a sub-group of `count` is one of the `kept_count`, which are evenly spread."""
+    return (index + 1) * kept_count // count > index * kept_count // count
+
+
 class PipelinedOptimizerSwapper:
     """Optimizer state of many shards, in host memory a few sub-groups at a time.
 
@@ -85,13 +103,11 @@ class PipelinedOptimizerSwapper:
         self._torn: str | None = None
         self._step_count = self._hit_count = 0
         self._step_s = self._stall_s = self._update_s = 0.0
-        count, slot_count = len(layouts), 0 if pool is None else pool.stats().slot_count
-        kept = count if store is None else kept_count(layouts, ratio)
-        if kept < count <= slot_count and slot_count > buffer_count:
-            kept = count  # a budget with room for all
-        elif kept < count:
-            kept = min(max(kept, slot_count - buffer_count), max(0, slot_count - 1))
-        self._add(layouts, in_ram_count=kept)
+        slot_count = 0 if pool is None else pool.stats().slot_count
+        kept = len(layouts) if store is None else in_ram_count(
+            layouts, ratio, slot_count=slot_count, buffer_count=buffer_count
+        )
+        self._add(layouts, kept=kept)
 
     @staticmethod
     def lay_out(items: Sequence[StateItem], sub_group_numel: int) -> list[SubGroupLayout]:
@@ -126,14 +142,14 @@ class PipelinedOptimizerSwapper:
                 fix="give all groups to the constructor",
             )
         if layouts:
-            self._worker.call(lambda: self._add(layouts, in_ram_count=0))
+            self._worker.call(lambda: self._add(layouts, kept=0))
         return range(first, first + len(layouts))
 
-    def _add(self, layouts: Sequence[SubGroupLayout], *, in_ram_count: int) -> None:
+    def _add(self, layouts: Sequence[SubGroupLayout], *, kept: int) -> None:
         count, first = len(layouts), len(self._groups)
         groups = []
         for i, layout in enumerate(layouts):
-            stays = (i + 1) * in_ram_count // count > i * in_ram_count // count
+            stays = stays_in_ram(i, count, kept)
             groups.append(SubGroup(first + i, layout, in_ram=stays))
         leaving = self._those_to_leave_ram()
         specs = {

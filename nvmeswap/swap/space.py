@@ -168,14 +168,29 @@ class SwapSpace:
 def fit(
     pools: Mapping[str, PoolRequest], budget_nbytes: int | None, *, pin_memory: bool
 ) -> dict[str, PoolRequest]:
+    """The requests, shrunk. Raises SwapBudgetError when even one slot a class is too much for the
+    budget or the machine."""
+    fitted = shrink(pools, budget_nbytes)
+    preflight(
+        wanted_nbytes=sum(request.nbytes for request in fitted.values()),
+        smallest_nbytes=sum(request.smallest.nbytes for request in pools.values()),
+        budget_nbytes=budget_nbytes,
+        pin_memory=pin_memory,
+        what="swap buffers (" + ", ".join(pools) + ")",
+    )
+    return fitted
+
+
+def shrink(
+    pools: Mapping[str, PoolRequest], budget_nbytes: int | None
+) -> dict[str, PoolRequest]:
     """The requests, with slots taken away one by one (from whichever class takes most) until they
-    fit the budget. Raises SwapBudgetError when even one slot a class does not."""
+    fit the budget, or no slot can be spared. Arithmetic only."""
     fitted = {name: list(request.classes) for name, request in pools.items()}
 
     def total() -> int:
         return sum(Pool.nbytes_needed(classes) for classes in fitted.values())
 
-    smallest_nbytes = sum(request.smallest.nbytes for request in pools.values())
     while budget_nbytes is not None and total() > budget_nbytes:
         candidates = [
             (pools[name].is_spare(each), each.nbytes * each.count, name, index)
@@ -188,13 +203,6 @@ def fit(
         *_, name, index = max(candidates)
         each = fitted[name][index]
         fitted[name][index] = SlotClass(each.nbytes, each.count - 1)
-    preflight(
-        wanted_nbytes=total(),
-        smallest_nbytes=smallest_nbytes,
-        budget_nbytes=budget_nbytes,
-        pin_memory=pin_memory,
-        what="swap buffers (" + ", ".join(pools) + ")",
-    )
     return {name: replace(pools[name], classes=classes) for name, classes in fitted.items()}
 
 

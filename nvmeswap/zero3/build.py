@@ -58,7 +58,7 @@ def swap_shards(
         layouts = optimizer.lay_out(zero.sub_group_size)
         space = SwapSpace(
             Placement(settings.nvme_paths, run, dist.get_rank(), dist.get_world_size()),
-            _pools(settings, entries, layouts, agreement.device),
+            pool_requests(settings, entries, layouts, agreement.device),
             swap=settings.nvmeswap,
             aio=settings.aio,
             pin_memory=zero.offload_param.pin_memory and zero.offload_optimizer.pin_memory,
@@ -128,7 +128,7 @@ def _parameter_swapper(
     settings: Config, entries: Sequence[Entry], space: SwapSpace
 ) -> PartitionedParamSwapper:
     swapped = [entry for entry in entries if entry.swapped]
-    placement = _placement(settings, swapped)
+    placement = param_placement(settings, swapped)
     return PartitionedParamSwapper(
         [entry.spec for entry in swapped],
         placement,
@@ -152,15 +152,16 @@ def _let_go(
     refuse_other_optimizers(home)
 
 
-def _pools(
+def pool_requests(
     settings: Config,
     entries: Sequence[Entry],
     layouts: Sequence[SubGroupLayout],
     device: torch.device,
 ) -> dict[str, PoolRequest]:
+    """The slots that a rank asks for, by pool; `device` is where the model computes."""
     zero = settings.zero_optimization
     swapped = [entry for entry in entries if entry.swapped]
-    placement = _placement(settings, swapped)
+    placement = param_placement(settings, swapped)
     on_nvme = zero.offload_optimizer.device is OffloadDevice.NVME
     gradient_sizes = [
         entry.numel * entry.parameter.dtype.itemsize
@@ -194,7 +195,8 @@ def _gradient_memory(pool: Pool | None, entries: Sequence[Entry]) -> dict[str, t
     return memory
 
 
-def _placement(settings: Config, swapped: Sequence[Entry]) -> ParamPlacement:
+def param_placement(settings: Config, swapped: Sequence[Entry]) -> ParamPlacement:
+    """As the JSON says, for those entries that are swapped."""
     param = settings.zero_optimization.offload_param
     least_nbytes = settings.nvmeswap.min_swap_nbytes
     largest_itemsize = max(

@@ -89,8 +89,13 @@ def fsdp_params(model: nn.Module) -> list[Any]:
 
     Raises SwapUsageError for settings of FSDP2 that swapped parameters can't serve.
     """
+    return [record for module in fsdp_modules(model) for record in params_of(module)]
+
+
+def params_of(module: Any) -> list[Any]:
+    """The same of one module that `fully_shard` was applied to: what is gathered with it."""
     records = []
-    for group in _groups(model):
+    for group in _groups_of(module):
         if group._use_post_forward_mesh:
             raise SwapUsageError(
                 "reshard_after_forward=<int> keeps shards on the device",

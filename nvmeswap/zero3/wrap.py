@@ -79,12 +79,12 @@ def shard(
     `zero_grad` of either model or optimizer forgets them.
     """
     settings = Config.load(config)
-    cls, options = _optimizer(settings.optimizer, optimizer)
+    cls, options = optimizer_of(settings.optimizer, optimizer)
     kind = _device_kind(model, mesh)
     _ensure_process_group(kind)
     mesh = mesh or init_device_mesh(kind, (dist.get_world_size(),))
     agreement = Agreement(None, _device_now(kind))
-    policy = _precision(settings)
+    policy = precision_of(settings)
     values = FirstValues(weights, initialise)
     # A caller may still be in the block in which the model was built on meta.
     with torch.device("cpu"):
@@ -165,7 +165,8 @@ def _on_all_ranks(agreement: Agreement, set_up: Callable[[], None]) -> None:
     agreement.raise_if_any_rank_failed(fix="mend that rank's error and start again")
 
 
-def _precision(settings: Config) -> MixedPrecisionPolicy:
+def precision_of(settings: Config) -> MixedPrecisionPolicy:
+    """FSDP2's policy for the JSON's `bf16` and `fp16`."""
     if settings.bf16.enabled:
         return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if settings.fp16.enabled:
@@ -183,7 +184,7 @@ def _refuse_other_precision(model: nn.Module, policy: MixedPrecisionPolicy) -> N
             )
 
 
-def _optimizer(
+def optimizer_of(
     block: OptimizerBlock | None,
     given: type[Optimizer] | tuple[type[Optimizer], Mapping[str, Any]] | None,
 ) -> tuple[type[Optimizer], dict[str, Any]]:
