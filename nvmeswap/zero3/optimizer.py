@@ -74,7 +74,7 @@ class ShardedOptimizer(SwappedOptimizer):
     ) -> torch.Tensor:
         """As torch.nn.utils.clip_grad_norm_, for gradients that lie in host memory, on all ranks.
 
-        Call it between backward and step (torch's own sees no gradient here and clips nothing).
+        Call it between backward and step. (torch's own gives the same, more slowly.)
         Returns the total norm over all ranks. The order of the sum is FSDP2's: parts of a parameter
         are summed over the ranks first, then the parameters; on gloo the result is bitwise equal.
         From the second call on, norms are taken as the gradients arrive; they are scaled while they

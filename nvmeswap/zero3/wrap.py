@@ -74,9 +74,9 @@ def shard(
     SwapUsageError for a module that can't be initialised, SwapManifestError for weights that do
     not fit: `field` is the parameter, `path` the file.
     Blocking: writes all shards and the first optimizer state.
-    Gradients leave `parameter.grad` for host memory as they come: clip with `gradient_clipping` or
-    `optimizer.clip_grad_norm_` (torch's would see none), scale losses with `zero3.GradScaler`;
-    `zero_grad` of either model or optimizer forgets them.
+    Gradients go to host memory as they come, where `parameter.grad` shows them; `zero_grad` of
+    either model or optimizer forgets them. `gradient_clipping`, `optimizer.clip_grad_norm_` and
+    `zero3.GradScaler` are faster than torch's own.
     """
     settings = Config.load(config)
     cls, options = _optimizer(settings.optimizer, optimizer)
