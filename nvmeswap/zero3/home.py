@@ -35,6 +35,7 @@ class ShardedHome:
         # While the model is being built: its values, asked for in the order of the entries.
         self.first_values: Callable[[Entry], torch.Tensor] | None = None
         self.gradients = HostGradients()
+        self.was_edited = False  # a gradient, by others than us, since the last step
         self.pending_scales: dict[str, torch.Tensor] = {}  # the optimizer's, by clipping
         self._model = model
         self._agreement = agreement
@@ -92,6 +93,7 @@ class ShardedHome:
         self.gradients.add(key, values)
 
     def gradient_was_edited(self, key: str) -> None:
+        self.was_edited = True
         self.gradients.was_edited(key)
 
     # --- ParameterHome ------------------------------------------------------------------------

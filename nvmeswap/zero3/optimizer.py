@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,8 +36,6 @@ class ShardedOptimizer(SwappedOptimizer):
     expects_scaler: bool = False
     _is_clipped: bool = False
     _is_unscaled: bool = False
-    # torch's GradScaler, which sees no gradient here, then shows itself in step().
-    _step_supports_amp_scaling: bool = True
 
     def overlap_backward(self, settings: OverlapSettings) -> None:
         """From now on update during backward, from the second step on: the first one shows how
@@ -130,22 +127,13 @@ class ShardedOptimizer(SwappedOptimizer):
         self._is_unscaled = True
         return found
 
-    @contextmanager
-    def unscaled_by_its_scaler(self) -> Iterator[None]:
-        """While `GradScaler.step` runs: it has unscaled the gradients itself."""
-        self._step_supports_amp_scaling = False
-        try:
-            yield
-        finally:
-            self._step_supports_amp_scaling = True
-
     def _begin_step(
         self,
         swapper: PipelinedOptimizerSwapper,
         order: Callable[[list[SubGroup]], list[int]] | None = None,
     ) -> None:
-        self._refuse_foreign_scaler()
-        if self.expects_scaler and not self._is_unscaled:
+        is_scaled = self._is_unscaled or self._sharded_home.was_edited  # by torch's GradScaler
+        if self.expects_scaler and not is_scaled:
             self.expects_scaler = False  # once is enough
             warnings.warn(
                 "fp16 is enabled, but the loss was not scaled: small gradients are lost. Use "
@@ -156,19 +144,9 @@ class ShardedOptimizer(SwappedOptimizer):
             self.clip_grad_norm_(self.gradient_clipping)
         super()._begin_step(swapper, order)
 
-    def _refuse_foreign_scaler(self) -> None:
-        if not hasattr(self, "found_inf"):
-            return
-        for name in ("found_inf", "grad_scale"):
-            delattr(self, name)
-        raise SwapUsageError(
-            "torch.amp.GradScaler sees no gradient of sharded parameters: nothing was unscaled",
-            fix="use nvmeswap.zero3.GradScaler instead; it takes the same arguments",
-        )
-
     def _forget_step(self) -> None:
         super()._forget_step()
-        self._is_clipped = self._is_unscaled = False
+        self._is_clipped = self._is_unscaled = self._sharded_home.was_edited = False
 
     @property
     def _sharded_home(self) -> ShardedHome:

@@ -77,13 +77,6 @@ class GradScaler(torch.amp.GradScaler):
             scaler.set_backoff_factor(1.0)
         return scaler
 
-    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """As torch's."""
-        if not isinstance(optimizer, ShardedOptimizer):
-            return super().step(optimizer, *args, **kwargs)
-        with optimizer.unscaled_by_its_scaler():
-            return super().step(optimizer, *args, **kwargs)
-
     def _unscale_grads_(
         self,
         optimizer: Optimizer,

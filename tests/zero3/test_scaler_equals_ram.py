@@ -65,22 +65,13 @@ def test_clipping_of_the_json_clips_what_was_unscaled(one_rank: None, tmp_path: 
     assert first_difference(Run([], ours.weights), Run([], theirs.weights)) is None
 
 
-@pytest.mark.parametrize("unscales", [False, True])
-def test_scaler_of_torch_is_refused_by_name(
-    one_rank: None, tmp_path: Path, unscales: bool
-) -> None:
-    """It finds no gradient, and would unscale nothing."""
+def test_scaler_of_torch_does_the_same_more_slowly(one_rank: None, tmp_path: Path) -> None:
+    """It finds the gradients in `parameter.grad`."""
+    how: dict[str, Any] = {"init_scale": 2.0**10}
     with swapped(tmp_path, fp16={"enabled": True}) as (model, optimizer):
-        foreign = torch.amp.GradScaler("cpu", init_scale=4.0)
-        foreign.scale(square(model, 0)).backward()
-        if unscales:
-            foreign.unscale_(optimizer)
-        with pytest.raises(SwapUsageError, match="GradScaler"):
-            foreign.step(optimizer)
-        ours = GradScaler(init_scale=4.0)  # and with ours the run goes on
-        ours.scale(torch.ones(()))
-        ours.step(optimizer)
-        ours.update()
+        ours = scaled_run(model, optimizer, torch.amp.GradScaler("cpu", **how))
+    theirs = scaled_run(*resident(FP16), torch.amp.GradScaler("cpu", **how))
+    assert first_difference(ours, theirs) is None
 
 
 def test_plain_step_with_fp16_warns_once(one_rank: None, tmp_path: Path) -> None:
