@@ -64,5 +64,5 @@ def test_runs_of_several_ranks_equal_ram(tmp_path: Path, ranks: int) -> None:
         if program.runs_on(ranks) and (ranks == 2 or name in CUT)
     ]
     counts = dict(zip(names, cycle(BUFFER_COUNTS), strict=False))
-    raised = run_ranks(ranks, "equals_ram", tmp_path, cases=CASES[ranks], names=counts)
+    raised = run_ranks(ranks, "everything_equals_ram", tmp_path, cases=CASES[ranks], names=counts)
     assert raised == [["SwapUsageError"]] * ranks
