@@ -98,7 +98,7 @@ class HeldGradient(torch.Tensor):
             if func is torch.ops.aten.add_.Tensor and _is_plain(args[1]) and not kwargs:
                 first.handle.source.add_to_gradient(first.handle.key, args[1])
                 return first
-        if func.name().startswith("aten::_foreach_"):
+        if "foreach_" in func.name():
             return _one_by_one(func, args, kwargs)
         return _on_values(func, args, kwargs)
 

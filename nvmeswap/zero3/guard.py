@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -34,9 +35,10 @@ def _look_at_every_step() -> None:
 def _refuse_if_not_ours(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if isinstance(optimizer, SwappedOptimizer):
         return
+    homes = list(_homes)
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.requires_grad and any(home.owns(parameter) for home in _homes):
+        for parameter, home in product(group["params"], homes):
+            if home.owns(parameter) and parameter.requires_grad:
                 raise SwapUsageError(
                     f"{type(optimizer).__name__} was built over parameters that nvmeswap trains",
                     fix="give nvmeswap.zero3.shard the class, and use the optimizer it returns",

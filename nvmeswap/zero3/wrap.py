@@ -74,9 +74,9 @@ def shard(
     SwapUsageError for a module that can't be initialised, SwapManifestError for weights that do
     not fit: `field` is the parameter, `path` the file.
     Blocking: writes all shards and the first optimizer state.
-    Gradients leave `parameter.grad` for host memory as they come: clip with `gradient_clipping` or
-    `optimizer.clip_grad_norm_`, scale fp16 losses with `zero3.GradScaler` (torch's work, too);
-    `zero_grad` of either model or optimizer forgets them.
+    Gradients go to host memory as they come, where `parameter.grad` shows them; `zero_grad` of
+    either model or optimizer forgets them. `gradient_clipping`, `optimizer.clip_grad_norm_` and
+    `zero3.GradScaler` are faster than torch's own.
     """
     settings = Config.load(config)
     cls, options = optimizer_of(settings.optimizer, optimizer)

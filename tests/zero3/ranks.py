@@ -59,19 +59,40 @@ def equals_ram(nvme_path: Path, cases: list[Case]) -> None:
         assert difference is None, f"{case}: {difference}"
 
 
-def programs_equal_ram(nvme_path: Path, names: dict[str, int]) -> list[str]:
-    """Programs by name, each with its number of slots; returns what `ranks_choose_other_experts`
-    does."""
+def everything_equals_ram(
+    nvme_path: Path, cases: list[Case], names: dict[str, int]
+) -> list[str]:
+    """Each case, and each program with its number of slots; returns what
+    `ranks_choose_other_experts` does."""
+    import tests.zero3.groupings
     import tests.zero3.loops
     import tests.zero3.structures  # noqa: F401
 
     torch.set_num_threads(1)
+    equals_ram(nvme_path, cases)
     for name, buffer_count in names.items():
         program = programs.Program.known[name]
         ours = programs.run_swapped(program(), nvme_path, buffer_count)
         difference = first_difference(ours, programs.run_in_ram(program()))
         assert difference is None, f"{name}: {difference}"
+    if dist.get_world_size() == 4:
+        shards_kept_on_two_ranks_are_refused(nvme_path)
     return ranks_choose_other_experts(nvme_path)
+
+
+def shards_kept_on_two_ranks_are_refused(nvme_path: Path) -> None:
+    """FSDP2 has no all-gather hooks for them."""
+    import nvmeswap.zero3
+
+    program = programs.Program()
+    model, mesh = program.build(), program.mesh()
+    program.fully_shard(model, mesh, reshard_after_forward=2)
+    try:
+        nvmeswap.zero3.shard(model, programs.config(program, nvme_path), mesh)
+    except SwapUsageError as error:
+        assert "reshard_after_forward" in str(error)
+    else:
+        raise AssertionError("nothing was raised")
 
 
 def ranks_choose_other_experts(nvme_path: Path) -> list[str]:
@@ -194,8 +215,8 @@ def set_up_fails_on_rank_1(nvme_path: Path) -> str:
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     each.__name__: each
     for each in (
-        all_agree, equals_ram, from_meta, one_rank_is_torn, one_rank_reads_garbage,
-        programs_equal_ram, set_up_fails_on_rank_1, void_pass_is_refused,
+        all_agree, equals_ram, everything_equals_ram, from_meta, one_rank_is_torn,
+        one_rank_reads_garbage, set_up_fails_on_rank_1, void_pass_is_refused,
     )
 }
 

@@ -39,7 +39,8 @@ def test_gradient_is_one_object_that_reads_as_its_values(
     model(batch).sum().backward()
     assert weight.grad is first
     assert torch.equal(first.full_tensor(), once + once)
-    local = first._local_tensor
+    model.to("cpu")
+    local = weight.grad._local_tensor
     assert torch.equal(pickle.loads(pickle.dumps(local)), once + once)
     assert local.tolist() == (once + once).tolist()
     optimizer.zero_grad()

@@ -11,7 +11,6 @@ import psutil
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 import nvmeswap.zero3
 from nvmeswap.errors import SwapUsageError
@@ -106,21 +105,6 @@ def test_copy_of_the_model_is_refused(trained: Trained) -> None:
     with pytest.raises((AssertionError, SwapUsageError, RuntimeError)):
         copy.deepcopy(model)
     backward(model)
-
-
-def test_shards_kept_by_a_number_of_ranks_are_refused(one_rank: None, tmp_path: Path) -> None:
-    """FSDP2 has no all-gather hooks there."""
-    program = Program()
-    model, mesh = program.build(), program.mesh()
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=1)
-    fully_shard(model, mesh=mesh)
-    try:
-        _, optimizer = nvmeswap.zero3.shard(model, config(program, tmp_path), mesh)
-    except SwapUsageError as error:
-        assert error.fix
-    else:  # FSDP2 takes a number that divides nothing for True or False
-        optimizer.close()
 
 
 class SmallAdapters(FrozenBase):

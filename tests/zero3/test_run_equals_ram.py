@@ -10,7 +10,6 @@ import pytest
 
 from tests.oracle import Run, first_difference
 from tests.zero3.cases import Case, run_in_ram, run_swapped
-from tests.zero3.ranks import run_ranks
 
 
 @functools.cache
@@ -73,20 +72,3 @@ def test_run_that_clips_by_the_global_norm_equals_ram(one_rank: None, tmp_path: 
     """torch's own clip sees no gradient here; ours must give the same norm and the same update.
     field case O01"""
     assert_equals_ram(Case(clip=True, accumulation=4), tmp_path)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_runs_of_several_ranks_equal_ram(tmp_path: Path, ranks: int) -> None:
-    """Uneven and empty shards, each rank with its own files.  field cases K02, N06, O01"""
-    cases = [
-        Case(bf16=False, accumulation=1, buffer_count=1),
-        Case(bf16=True, accumulation=4, checkpointing=True, clip=True),
-    ]
-    if ranks == 2:
-        cases += [
-            Case(bf16=True, buffer_count=12, max_in_cpu=10**9),
-            Case(bf16=True, buffer_count=1, dim=70, steps=3),  # shards that are cut
-            Case(bf16=False, accumulation=4, params="cpu"),
-            Case(bf16=False, checkpointing=True, optimizer="cpu", params="none"),
-        ]
-    run_ranks(ranks, "equals_ram", tmp_path, cases=cases)

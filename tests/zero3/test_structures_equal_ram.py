@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+import tests.zero3.groupings
 import tests.zero3.loops
 import tests.zero3.structures  # noqa: F401
 from tests.oracle import first_difference
+from tests.zero3.cases import Case
 from tests.zero3.programs import Program, run_in_ram, run_swapped
 from tests.zero3.ranks import run_ranks
 
@@ -17,10 +19,9 @@ BUFFER_COUNTS = (1, 2, 3, 64)
 KNOWN = [name for name, program in Program.known.items() if program.runs_on(1)]
 # What depends on how the shards are cut, and on who has which.
 CUT = """
-    FewerElementsThanRanks TiedInAGroupOfTheirOwn FrozenBaseInInt8UnderBf16 SmallOnesInRam
-    ShardedAlongTheSecondDimension ExpertsChosenByEachRank SkippedBlocksAndEarlyExit ChunkedLoss
-    PenaltyOnTheShards AccumulationWithoutSyncInBf16 ClippedByTorch ExceptionInBackward
-    HybridWithoutAllReduceInBetween HybridOnFour TensorParallel
+    FewerElementsThanRanks FrozenBaseInInt8UnderBf16 ExpertsChosenByEachRank
+    SkippedBlocksAndEarlyExit PenaltyOnTheShards ClippedByTorch
+    HybridOnFour HybridWithoutAllReduceInBetween TensorParallel
 """.split()
 
 
@@ -34,16 +35,34 @@ def test_program_on_one_rank_with_one_slot_equals_ram(
     assert difference is None
 
 
+CASES = {
+    2: [
+        Case(bf16=False, accumulation=1, buffer_count=1),
+        Case(bf16=True, accumulation=4, checkpointing=True, clip=True),
+        Case(bf16=True, buffer_count=12, max_in_cpu=10**9),
+        Case(bf16=True, buffer_count=1, dim=70, steps=3),  # shards that are cut
+        Case(bf16=False, accumulation=4, params="cpu"),
+        Case(bf16=False, checkpointing=True, optimizer="cpu", params="none"),
+    ],
+    3: [
+        Case(bf16=False, accumulation=1, buffer_count=1),
+        Case(bf16=True, accumulation=4, checkpointing=True, clip=True),
+    ],
+    4: [],
+}
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_programs_on_several_ranks_equal_ram(tmp_path: Path, ranks: int) -> None:
+def test_runs_of_several_ranks_equal_ram(tmp_path: Path, ranks: int) -> None:
     """One launch for all, with few and many slots in turn. In the end ranks choose experts that are
     groups of their own differently: FSDP2 gathers parts of several then, without a word, and that
-    is refused; the steps after it are good.  field cases N01, N02, N03, N04, N06, P01, P02"""
+    is refused; the steps after it are good.
+    field cases K02, N01, N02, N03, N04, N06, O01, P01, P02"""
     names = [
         name
         for name, program in Program.known.items()
         if program.runs_on(ranks) and (ranks == 2 or name in CUT)
     ]
     counts = dict(zip(names, cycle(BUFFER_COUNTS), strict=False))
-    raised = run_ranks(ranks, "programs_equal_ram", tmp_path, names=counts)
+    raised = run_ranks(ranks, "everything_equals_ram", tmp_path, cases=CASES[ranks], names=counts)
     assert raised == [["SwapUsageError"]] * ranks
