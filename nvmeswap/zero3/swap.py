@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from nvmeswap.errors import SwapError, SwapUsageError
+from nvmeswap.io.engine import Lane
 from nvmeswap.io.probe import Drive
 from nvmeswap.stats import EngineStats, OptimizerStats, ParamStats, StoreStats
 from nvmeswap.swap.params import PartitionedParamSwapper
@@ -119,6 +120,20 @@ class ZeroSwap:
             self._shards.write(key, flat)
         if not fsdp.in_backward():
             self._home.drop_gathered()
+
+    def read_part(self, key: str, start: int, stop: int) -> torch.Tensor:
+        """Stored values [start, stop) of a shard, flat, on the host; waits for the disk."""
+        out = torch.empty(stop - start, dtype=self._shards.spec(key).dtype)
+        for request in self._shards.read_part(key, start, out, Lane.PREFETCH):
+            request.wait(self._space.timeout_s)
+        return out
+
+    def write_part(self, key: str, start: int, values: torch.Tensor) -> None:
+        """Replace stored values of a shard that has no master, from `start` on; waits for the
+        disk."""
+        stored = values.to("cpu", self._shards.spec(key).dtype).contiguous()
+        for request in self._shards.update(key, start, stored):
+            request.wait(self._space.timeout_s)
 
     # --- for users ----------------------------------------------------------------------------
 
