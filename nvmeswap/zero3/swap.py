@@ -121,6 +121,10 @@ class ZeroSwap:
         if not fsdp.in_backward():
             self._home.drop_gathered()
 
+    def stored_dtype(self, key: str) -> torch.dtype:
+        """Of what `read_part` gives."""
+        return self._shards.spec(key).dtype
+
     def read_part(self, key: str, start: int, stop: int) -> torch.Tensor:
         """Stored values [start, stop) of a shard, flat, on the host; waits for the disk."""
         out = torch.empty(stop - start, dtype=self._shards.spec(key).dtype)

@@ -111,6 +111,7 @@ class Contents:
         self.tied = {model_name(a): model_name(b) for a, b in tied_names(model).items()}
         self.step: int | None = None
         self._buckets: list[_Bucket] = []
+        self._room = 0  # of the last bucket, in elements of shards
         trained = dict(optimizer.parameters())
         parameters = {each.name: each for each in parameters_of(model)}
         self._layouts = optimizer.states.layouts(trained)
@@ -151,12 +152,18 @@ class Contents:
         self._buckets.append(bucket)
 
     def _add_shard(self, parameter: Parameter) -> None:
-        for start in range(0, parameter.numel, PIECE_NUMEL):
-            bucket = _Bucket()
-            stop = min(start + PIECE_NUMEL, parameter.numel)
+        """Many small ones share a bucket."""
+        start = 0
+        while start < parameter.numel:
+            if not self._room:
+                self._buckets.append(_Bucket())
+                self._room = PIECE_NUMEL
+            stop = min(start + self._room, parameter.numel)
             for box in boxes_of(parameter.shape, start, stop):
-                bucket.add(model_name(parameter.name), _Piece(parameter, box, parameter.dtype))
-            self._buckets.append(bucket)
+                piece = _Piece(parameter, box, parameter.dtype)
+                self._buckets[-1].add(model_name(parameter.name), piece)
+            self._room -= stop - start
+            start = stop
 
     def _add_scalars(self, name: str, parameter: Tensor) -> None:
         for scalar, value in self._optimizer.state.get(parameter, {}).items():

@@ -41,11 +41,24 @@ class Parameter:
         return self.shape.numel()
 
     def read(self, start: int, stop: int) -> Tensor:
-        """These elements of a shard that is not trained, flat, on the host; waits for the disk."""
+        """These elements as they are stored, flat, on the host; waits for the disk."""
         local = fsdp.local_tensor(self.tensor)
         if isinstance(local, SwappedTensor):
             return local.handle.source.read_part(local.handle.key, start, stop)
         return local.detach().view(-1)[start:stop].to("cpu")
+
+    def is_stored_in(self, dtype: torch.dtype) -> bool:
+        """Whether `read` gives values of this dtype; reads nothing."""
+        local = fsdp.local_tensor(self.tensor)
+        if isinstance(local, SwappedTensor):
+            return local.handle.source.stored_dtype(local.handle.key) is dtype
+        return local.dtype is dtype
+
+    def exact(self) -> Tensor:
+        """All of this rank's part as the parameter's dtype has it, rounded once; waits for the
+        disk."""
+        local = fsdp.local_tensor(self.tensor)
+        return local.read() if isinstance(local, SwappedTensor) else local.detach()
 
     def write(self, start: int, values: Tensor) -> None:
         """Replace elements of a shard that is not trained, or stays in memory."""
