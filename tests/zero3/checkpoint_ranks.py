@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.state_dict as dcp_state
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
 import nvmeswap.zero3
+from nvmeswap.errors import SwapError
 from tests.zero3 import ranks
-from tests.zero3.cases import VOCABULARY, AwkwardModel, Case
+from tests.zero3.cases import VOCABULARY, AwkwardModel, Case, shard_in_ram
 
 MODULE = "tests.zero3.checkpoint_ranks"
 ROWS = 12  # of a step's batch over all ranks: each world size from 1 to 4 divides it
@@ -139,7 +145,171 @@ def unequal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> l
     return [name for name in theirs if not torch.equal(ours[name], theirs[name])]
 
 
-ranks.FUNCTIONS.update({each.__name__: each for each in (save_two_and_go_on, resume)})
+def one_rank_fails(nvme_path: Path, checkpoints: Path) -> dict[str, Any]:
+    """Rank 1 can't read its states in a save, then a file of a checkpoint; rank 1's path leads
+    elsewhere. Returns the names of the errors, and what is left."""
+    model, optimizer = start("bf16 beside fp32", nvme_path)
+    train(model, optimizer, 0, 1)
+    path = nvmeswap.zero3.save(model, optimizer, checkpoints).wait()
+    expected = everything(model, optimizer)
+    optimizer.flush()
+    (swap,) = nvme_path.rglob(f"rank0000{dist.get_rank()}/optimizer.swp")
+    raised = {}
+    with damaged(swap):
+        for asynchronous in (False, True):
+            raised[f"save, asynchronous={asynchronous}"] = error_of(
+                lambda asynchronous=asynchronous: nvmeswap.zero3.save(
+                    model, optimizer, checkpoints, step=2, asynchronous=asynchronous
+                )
+            )
+    with damaged(path / "__1_00001_0.distcp"):
+        raised["load"] = error_of(lambda: nvmeswap.zero3.load(model, optimizer, checkpoints))
+    dist.barrier()
+    model(torch.zeros(2, 3, dtype=torch.long)).sum().backward()
+    raised["step"] = error_of(optimizer.step)
+    seen = checkpoints if dist.get_rank() == 0 else checkpoints / "not mounted here"
+    resumed = nvmeswap.zero3.load(model, optimizer, seen)
+    assert resumed.path == path
+    assert unequal(everything(model, optimizer), expected) == []
+    train(model, optimizer, 1, 1)
+    optimizer.close()
+    return {"raised": raised, "left": sorted(each.name for each in checkpoints.iterdir())}
+
+
+@contextlib.contextmanager
+def damaged(path: Path) -> Iterator[None]:
+    """Rank 1 finds other bytes there."""
+    dist.barrier()
+    if dist.get_rank() == 1:
+        before = path.read_bytes()
+        path.write_bytes(b"\xa5" * len(before))
+    yield
+    dist.barrier()
+    if dist.get_rank() == 1:
+        path.write_bytes(before)
+    dist.barrier()
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except SwapError as error:
+        return type(error).__name__
+    return "nothing"
+
+
+def async_errors_come_later(nvme_path: Path, checkpoints: Path) -> list[str]:
+    """The folder turns into a file while a copy is being made: the save behind training fails."""
+    model, optimizer = start("bf16 beside fp32", nvme_path)
+    train(model, optimizer, 0, 1)
+    expected = everything(model, optimizer)
+    blocked = checkpoints / "blocked"
+    if dist.get_rank() == 0:
+        blocked.write_text("in the way")
+    dist.barrier()
+    raised = []
+    first = nvmeswap.zero3.save(model, optimizer, blocked, asynchronous=True)
+    train(model, optimizer, 1, 1)  # training goes on
+    raised.append(error_of(first.wait))
+    nvmeswap.zero3.save(model, optimizer, blocked, asynchronous=True)
+    raised.append(error_of(lambda: nvmeswap.zero3.save(model, optimizer, checkpoints / "good")))
+    saving = nvmeswap.zero3.save(model, optimizer, checkpoints / "good", asynchronous=True)
+    kept = everything(model, optimizer)
+    train(model, optimizer, 2, 1)
+    nvmeswap.zero3.save(model, optimizer, checkpoints / "good", step=9)  # waits for it
+    assert saving.done()
+    resumed = nvmeswap.zero3.load(model, optimizer, checkpoints / "good", step=2)
+    assert resumed.path == saving.wait()
+    assert unequal(everything(model, optimizer), kept) == []
+    assert unequal(kept, expected) != []
+    optimizer.close()
+    return raised
+
+
+def plain_fsdp2_reads_it(nvme_path: Path, checkpoints: Path) -> None:
+    """None of our parts: FSDP2 over a model in RAM, and torch's own loader and optimizer."""
+    model, optimizer = start("fp32", nvme_path)
+    train(model, optimizer, 0, 2)
+    path = nvmeswap.zero3.save(model, optimizer, checkpoints / "plain").wait()
+    expected = everything(model, optimizer)
+    optimizer.close()
+    torch.manual_seed(5)
+    plain = WithBuffer(dim=31)
+    shard_in_ram(plain, bf16=False)
+    adam = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], fused=True)
+    state = {
+        "model": plain.state_dict(), "optimizer": dcp_state.get_optimizer_state_dict(plain, adam)
+    }
+    dcp.load(state, checkpoint_id=path)
+    plain.load_state_dict(state["model"])
+    dcp_state.set_optimizer_state_dict(plain, adam, state["optimizer"])
+    for name, value in plain.state_dict().items():
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        assert torch.equal(whole, expected[name]), name
+    for name, parameter in plain.named_parameters():
+        if parameter.requires_grad:
+            moment = adam.state[parameter]["exp_avg_sq"].full_tensor()
+            assert torch.equal(moment, expected[f"{name}/exp_avg_sq"]), name
+
+
+def exports(nvme_path: Path, checkpoints: Path) -> dict[str, Any]:
+    """Of a model built in bf16: exact fp32, bf16, and a part of it; the values expected, and the
+    bytes that the part had to read."""
+    model, optimizer = start("built in bf16", nvme_path)
+    train(model, optimizer, 0, 2)
+    expected = everything(model, optimizer)
+    nvmeswap.zero3.export(model, optimizer, checkpoints / "exact", dtype=torch.float32)
+    nvmeswap.zero3.export(
+        model, optimizer, checkpoints / "rounded", max_shard_nbytes=20_000, dtype=torch.bfloat16
+    )
+    before = read_so_far(optimizer)
+    nvmeswap.zero3.export(
+        model, optimizer, checkpoints / "part", only=lambda name: "scale" in name
+    )
+    read_nbytes = read_so_far(optimizer) - before
+    full = error_of(lambda: nvmeswap.zero3.export(model, optimizer, checkpoints / "exact"))
+    optimizer.close()
+    return {"expected": expected, "read_nbytes": read_nbytes, "full": full}
+
+
+def read_so_far(optimizer: Any) -> int:
+    """Bytes that this rank's drive has read."""
+    stats = optimizer.swap.stats().engine
+    return int(stats.read_direct_nbytes + stats.read_buffered_nbytes)
+
+
+def hsdp(nvme_path: Path, checkpoints: Path) -> tuple[dict[str, torch.Tensor], int]:
+    """Two replicas of two shards each."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    case = CASES["bf16 beside fp32"]
+    torch.manual_seed(0)
+    model, optimizer = nvmeswap.zero3.shard(
+        WithBuffer(dim=case.dim), case.config(nvme_path), mesh=mesh
+    )
+    train(model, optimizer, 0, 2)
+    nvmeswap.zero3.save(model, optimizer, checkpoints / "hsdp")
+    kept = everything(model, optimizer)
+    train(model, optimizer, 2, 1)
+    nvmeswap.zero3.load(model, optimizer, checkpoints / "hsdp")
+    assert unequal(everything(model, optimizer), kept) == []
+    nbytes = sum(each.stat().st_size for each in checkpoints.rglob("*.distcp"))
+    optimizer.close()
+    return kept, nbytes
+
+
+def all_of_them(nvme_path: Path, checkpoints: Path) -> dict[str, Any]:
+    """What needs two ranks, in one launch."""
+    results = {}
+    for function in (one_rank_fails, async_errors_come_later, plain_fsdp2_reads_it, exports):
+        folder = checkpoints / "failing" if function is one_rank_fails else checkpoints
+        folder.mkdir(exist_ok=True)
+        results[function.__name__] = function(nvme_path, folder)
+    return results
+
+
+ranks.FUNCTIONS.update({
+    each.__name__: each for each in (all_of_them, hsdp, resume, save_two_and_go_on)
+})
 
 if __name__ == "__main__":
     ranks.main()

@@ -61,7 +61,7 @@ def export(
     SwapPeerError on the others. Then nothing is left of it.
     Blocking: until it is on the drive. Threads: the training loop's, on all ranks, between steps.
     """
-    peers = Peers()
+    peers = Peers(model)
     swapped = optimizer if isinstance(optimizer, ShardedOptimizer) else None
     weights = peers.together(lambda: list(_weights(model, dtype, only)))
     files = _files(weights, max_shard_nbytes)

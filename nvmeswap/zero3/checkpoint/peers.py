@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch import nn
 
 from nvmeswap.errors import SwapPeerError
 
 _T = TypeVar("_T")
 
 
-class Peers:
-    """The ranks of a process group (None: all). Its calls are collective. Raises SwapPeerError on
-    the ranks whose own work went well, naming those where it did not."""
+# How long a rank may take longer than another. (One that dies is noticed at once.)
+_TIMEOUT = timedelta(hours=6)
+_groups: weakref.WeakKeyDictionary[nn.Module, dict[bool, dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group = group
+
+class Peers:
+    """All ranks of a model, with a process group of their own on the CPU: NCCL's would give up
+    after minutes of a slow save, and what goes on `behind` training must not meet its messages.
+
+    All calls are collective. Raises SwapPeerError on the ranks whose own work went well, naming
+    those where it did not. Threads: the training loop's; another one for one that is `behind`.
+    """
+
+    def __init__(self, model: nn.Module, *, behind: bool = False) -> None:
+        groups = _groups.setdefault(model, {})
+        if behind not in groups:
+            groups[behind] = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+        group = self.group = groups[behind]
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
 

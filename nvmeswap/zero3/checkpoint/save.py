@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -72,7 +71,6 @@ class Saving:
 
 
 _under_way: weakref.WeakKeyDictionary[Optimizer, Saving] = weakref.WeakKeyDictionary()
-_groups: weakref.WeakKeyDictionary[Optimizer, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
 def save(
@@ -111,7 +109,7 @@ def save(
             "this optimizer is not swapped",
             fix="use torch.distributed.checkpoint for a model without offload",
         )
-    peers = Peers()
+    peers = Peers(model)
     last = _under_way.pop(optimizer, None)
     peers.together(lambda: None if last is None else last.settle())
     contents = peers.together(lambda: Contents(model, optimizer, extra, peers.rank))
@@ -123,7 +121,7 @@ def save(
     }
     if asynchronous and _may_stage(peers, contents):
         staged = peers.together(lambda: Staged(contents))
-        behind = Peers(_group_of(optimizer))
+        behind = Peers(model, behind=True)
         saving = Saving(
             lambda: _write(staged, behind, Path(folder), number, keep, described), behind=True
         )
@@ -181,11 +179,3 @@ def _may_stage(peers: Peers, contents: Contents) -> bool:
         stacklevel=3,
     )
     return False
-
-
-def _group_of(optimizer: Optimizer) -> dist.ProcessGroup:
-    """A group of its own, so that its messages and training's don't meet."""
-    group = _groups.get(optimizer)
-    if group is None:
-        group = _groups[optimizer] = dist.new_group(backend="gloo")
-    return group
