@@ -15,7 +15,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,11 @@ def die_in_the_model(model: Any, phase: str, number: int) -> None:
     if phase == "forward":
         block.register_forward_pre_hook(lambda *_: die())
     else:
-        block.register_forward_hook(lambda module, args, out: out.register_hook(lambda _: die()))
+
+        def die_in_its_backward(module: Any, args: Any, out: torch.Tensor) -> None:
+            out.register_hook(lambda _: die())
+
+        block.register_forward_hook(die_in_its_backward)
 
 
 def die_in_step(optimizer: Any, number: int, step_s: float) -> None:
@@ -128,5 +131,4 @@ def parse(text: str) -> tuple[str, int, int]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    run: Callable[..., None] = main
-    run(Path(sys.argv[1]), int(sys.argv[2]), parse(sys.argv[3]) if sys.argv[3:] else None)
+    main(Path(sys.argv[1]), int(sys.argv[2]), parse(sys.argv[3]) if sys.argv[3:] else None)
