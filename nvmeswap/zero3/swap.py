@@ -154,6 +154,13 @@ class ZeroSwap:
             drives=() if space.probe is None else space.probe.drives,
         )
 
+    @property
+    def spare_nbytes(self) -> int | None:
+        """What is left of the user's budget of host memory; None without one."""
+        budget_nbytes, arena = self._space.budget_nbytes, self._space.arena
+        taken_nbytes = 0 if arena is None else arena.nbytes
+        return None if budget_nbytes is None else max(0, budget_nbytes - taken_nbytes)
+
     def close(self) -> None:
         """Remove the swap files and give the memory back. The model's swapped parameters can't be
         used after it. Idempotent."""

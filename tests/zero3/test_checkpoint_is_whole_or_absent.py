@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 import nvmeswap.zero3
 from nvmeswap.errors import (
@@ -20,15 +22,14 @@ from nvmeswap.errors import (
     SwapUsageError,
 )
 from tests.zero3.cases import Case, build
-from tests.zero3.checkpoint_ranks import everything, train, unequal
+from tests.zero3.checkpoint_ranks import everything, start, train, unequal
 
 
 @pytest.fixture
 def run(one_rank: None, tmp_path: Path) -> Iterator[tuple[Any, Any]]:
     """A model and its optimizer after one step."""
     (tmp_path / "nvme").mkdir()
-    case = Case(bf16=True)
-    model, optimizer = nvmeswap.zero3.shard(build(case), case.config(tmp_path / "nvme"))
+    model, optimizer = start("bf16 beside fp32", tmp_path / "nvme")
     train(model, optimizer, 0, 1)
     yield model, optimizer
     optimizer.close()
@@ -188,6 +189,21 @@ def test_load_that_fails_half_way_leaves_an_optimizer_that_refuses_until_one_suc
     train(model, optimizer, 1, 1)
 
 
+def test_without_memory_for_a_copy_it_warns_and_saves_at_once(
+    one_rank: None, tmp_path: Path
+) -> None:
+    (tmp_path / "nvme").mkdir()
+    budget = {"host_memory_nbytes": 2**19, "min_swap_nbytes": 1000}
+    case = Case(bf16=True, buffer_count=1, extra={"nvmeswap": budget})
+    model, optimizer = nvmeswap.zero3.shard(build(case), case.config(tmp_path / "nvme"))
+    train(model, optimizer, 0, 1)
+    with pytest.warns(UserWarning, match="budget"):
+        saving = nvmeswap.zero3.save(model, optimizer, tmp_path / "saved", asynchronous=True)
+    assert saving.done()
+    assert nvmeswap.zero3.latest(tmp_path / "saved") == saving.wait()
+    optimizer.close()
+
+
 class WithHead(torch.nn.Module):
     def __init__(self, *, width: int = 40, bias: bool = True, ties: bool = False) -> None:
         super().__init__()
@@ -243,6 +259,17 @@ def test_missing_names_are_told(one_rank: None, tmp_path: Path) -> None:
     assert raised.value.field == "missing"
     first.close()
     second.close()
+
+
+def test_torchs_loader_onto_a_swapped_model_is_refused_not_ignored(
+    run: tuple[Any, Any], tmp_path: Path
+) -> None:
+    """It copies parts into views; of a swapped shard those would be copies."""
+    model, optimizer = run
+    path = nvmeswap.zero3.save(model, optimizer, tmp_path / "saved").wait()
+    train(model, optimizer, 1, 1)
+    with pytest.raises(CheckpointException, match="a view of a swapped parameter"):
+        dcp.load({"model": model.state_dict()}, checkpoint_id=path)
 
 
 def test_not_in_the_middle_of_a_step_and_not_for_another_optimizer(

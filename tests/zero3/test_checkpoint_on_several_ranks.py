@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import nvmeswap.zero3
-from tests.zero3.checkpoint_ranks import MODULE, everything, start, unequal
+from tests.zero3.checkpoint_ranks import DIM, MODULE, everything, start, unequal
 from tests.zero3.ranks import run_ranks
 
 
@@ -57,9 +57,9 @@ def test_torch_alone_reads_model_and_optimizer(
     assert path is not None
     dcp_to_torch_save(path, tmp_path / "whole.pt")
     whole = torch.load(tmp_path / "whole.pt")
-    assert whole["model"]["embedding.weight"].shape == (13, 31)
+    assert whole["model"]["embedding.weight"].shape == (13, DIM)
     assert torch.equal(whole["model"]["head.weight"], whole["model"]["embedding.weight"])
-    assert whole["optimizer"]["state"]["blocks.0.up.weight"]["exp_avg"].shape == (94, 31)
+    assert whole["optimizer"]["state"]["blocks.0.up.weight"]["exp_avg"].shape == (3 * DIM + 1, DIM)
     assert "shift" not in whole["optimizer"]["state"]
     assert whole["optimizer"]["param_groups"][0]["lr"] == 1e-2
 

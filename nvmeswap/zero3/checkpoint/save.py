@@ -119,7 +119,7 @@ def save(
         "format": 1, "optimizer": optimizer.class_name, "world_size": peers.world_size,
         "tied": contents.tied,
     }
-    if asynchronous and _may_stage(peers, contents):
+    if asynchronous and _may_stage(peers, contents, optimizer.swap.spare_nbytes):
         staged = peers.together(lambda: Staged(contents))
         behind = Peers(model, behind=True)
         saving = Saving(
@@ -165,17 +165,22 @@ def _write(
     return path
 
 
-def _may_stage(peers: Peers, contents: Contents) -> bool:
-    """Whether all ranks have memory for a copy. Ranks of one machine share it, so the sum counts
-    on each."""
-    asked_nbytes = sum(peers.gather(contents.nbytes))
+def _may_stage(peers: Peers, contents: Contents, spare_nbytes: int | None) -> bool:
+    """Whether all ranks have memory for a copy, and budget (`spare_nbytes`, None: no budget). Ranks
+    of one machine share it, so the sum counts on each."""
+    everybodys_nbytes = sum(peers.gather(contents.nbytes))
     room = available_host_memory()
-    fits = asked_nbytes <= _MOST_OF_FREE_MEMORY * room.available_nbytes
-    if all(peers.gather(fits)):
-        return True
-    warnings.warn(
-        f"a copy of the state takes {asked_nbytes:_} bytes and {room.available_nbytes:_} are free "
-        f"({room.limit}): the checkpoint is written before training goes on",
-        stacklevel=3,
-    )
-    return False
+    allowed_nbytes, limit = int(_MOST_OF_FREE_MEMORY * room.available_nbytes), room.limit
+    why = ""
+    if everybodys_nbytes > allowed_nbytes:
+        why = f"{everybodys_nbytes:_} bytes, and {allowed_nbytes:_} are to be had ({limit})"
+    elif spare_nbytes is not None and contents.nbytes > spare_nbytes:
+        why = f"{contents.nbytes:_} bytes, and the budget leaves {spare_nbytes:_}"
+    reasons = [reason for reason in peers.gather(why) if reason]
+    if reasons:
+        warnings.warn(
+            f"a copy of the state takes {reasons[0]}: the checkpoint is written before training "
+            "goes on",
+            stacklevel=3,
+        )
+    return not reasons
