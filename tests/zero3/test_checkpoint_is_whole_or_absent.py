@@ -147,6 +147,9 @@ def test_nothing_there_is_an_error_unless_that_is_all_right(
     file.write_text("")
     with pytest.raises(SwapPathError):
         nvmeswap.zero3.save(model, optimizer, file)
+    with pytest.raises(SwapUsageError):
+        nvmeswap.zero3.save(model, optimizer, tmp_path / "saved", extra=lambda: None)
+    assert not (tmp_path / "saved").exists()
 
 
 def test_files_cut_short_are_found_before_anything_has_changed(

@@ -13,6 +13,7 @@ frozen shard. One bucket is in memory at a time, and becomes one file.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -26,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from nvmeswap.errors import SwapUsageError
 from nvmeswap.swap.sub_group import MASTER, STATE_DTYPE, Segment
 from nvmeswap.zero3.checkpoint.boxes import Box, boxes_of
 from nvmeswap.zero3.checkpoint.model import Parameter, buffers_of, parameters_of, tied_names
@@ -98,7 +100,7 @@ class Contents:
     Attributes: `small`, by name, what is in memory anyway; `paths`, where each name belongs in a
     nested state_dict; `tied`, other names of a tensor and the one that it is saved under; `step`,
     the number of updates, if the optimizer counts them.
-    Raises SwapUsageError in the middle of a step.
+    Raises SwapUsageError in the middle of a step, or for an `extra` that can't be pickled.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class Contents:
             self._put(buffer.detach(), MODEL, name)
         self._put(_groups(optimizer), OPTIMIZER, "param_groups")
         if extra is not None:
+            _refuse_what_is_no_data(extra)
             self._put(extra, EXTRA, str(rank))
 
     def _add_sub_group(
@@ -232,6 +235,17 @@ class Contents:
 def _read(piece: _Piece) -> Tensor:
     begin, numel = piece.box.start, piece.box.numel
     return piece.parameter.read(begin, begin + numel).view(piece.box.sizes)
+
+
+def _refuse_what_is_no_data(extra: Any) -> None:
+    """Here, and not when half of the checkpoint is written."""
+    try:
+        torch.save(extra, io.BytesIO())
+    except Exception as error:
+        raise SwapUsageError(
+            "extra can't be saved", cause=f"{type(error).__name__}: {error}",
+            fix="give state_dicts, tensors, numbers and texts",
+        ) from error
 
 
 def _groups(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:

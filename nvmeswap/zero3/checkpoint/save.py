@@ -26,8 +26,8 @@ _MOST_OF_FREE_MEMORY = 0.8
 
 
 class Saving:
-    """A save, under way or over. Errors of one under way are raised by `wait`, else by the next
-    save. Threads: the training loop's."""
+    """A save, under way or over. Errors of one under way are logged, and raised by `wait`, else by
+    the next save. `wait` before the process group is destroyed. Threads: the training loop's."""
 
     def __init__(self, work: Callable[[], Path], *, behind: bool) -> None:
         self._error: BaseException | None = None
@@ -45,6 +45,7 @@ class Saving:
             self._path = work()
         except BaseException as error:
             self._error = error
+            log.error("a save behind training failed: %s", error)
 
     def done(self) -> bool:
         """True if `wait` would not wait."""

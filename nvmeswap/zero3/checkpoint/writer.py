@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from nvmeswap.errors import SwapSpaceError
+from nvmeswap.errors import SwapSpaceError, SwapWriteError
 from nvmeswap.zero3.checkpoint.contents import Resolve, Streamed
 from nvmeswap.zero3.checkpoint.folder import sync_folder, written_badly
 from nvmeswap.zero3.checkpoint.peers import Peers, peer_error
@@ -51,6 +51,11 @@ def write(contents: Streamed, folder: Path, peers: Peers) -> dict[str, int]:
             error = peer_error(tuple(sorted(failure.failures))) if own is None else own[0]
         if isinstance(error, OSError):
             raise written_badly(error, folder) from error
+        if isinstance(error, RuntimeError):  # what torch.save makes of it
+            raise SwapWriteError(
+                "a checkpoint can't be written", path=folder, cause=str(error),
+                intact="the older checkpoints", fix="see the kernel's log, and the free space",
+            ) from error
         raise error from None
     return writer.files
 
