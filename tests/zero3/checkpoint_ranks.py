@@ -58,8 +58,9 @@ def start(
     """Built and sharded; another seed gives other first weights."""
     case, dtype = KINDS[kind]
     torch.manual_seed(seed)
-    model = WithBuffer(dim=case.dim).to(dtype)
-    return nvmeswap.zero3.shard(model, case.config(nvme_path), mesh=mesh)
+    config = case.config(nvme_path)
+    config["zero_optimization"]["sub_group_size"] = 20_000  # each is a file, and is synced
+    return nvmeswap.zero3.shard(WithBuffer(dim=case.dim).to(dtype), config, mesh=mesh)
 
 
 def train(model: nn.Module, optimizer: Any, first: int, count: int) -> list[float]:
