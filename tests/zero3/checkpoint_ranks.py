@@ -104,9 +104,9 @@ def everything(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
     return values
 
 
-def save_two_and_go_on(nvme_path: Path, checkpoints: Path) -> dict[str, Any]:
-    """Each kind: two steps, a save (every other one behind training), two more steps. Returns what
-    the checkpoint should hold, and the later losses and values."""
+def save_and_resume(nvme_path: Path, checkpoints: Path) -> dict[str, tuple[Any, ...]]:
+    """Each kind: two steps, a save (every other one behind training), two more steps. What the
+    checkpoint should hold, and the later losses and values, go to kept.pt; then `resume`."""
     kept = {}
     for number, name in enumerate(RESUMED):
         model, optimizer = start(name, nvme_path)
@@ -121,16 +121,19 @@ def save_two_and_go_on(nvme_path: Path, checkpoints: Path) -> dict[str, Any]:
         assert path.name == "step-00000002"
         kept[name] = (expected, losses, everything(model, optimizer))
         optimizer.close()
-    return kept
+    if dist.get_rank() == 0:
+        torch.save(kept, checkpoints / "kept.pt")
+    dist.barrier()
+    return resume(nvme_path, checkpoints, RESUMED)
 
 
 def resume(
-    nvme_path: Path, checkpoints: Path, kept: Path, kinds: Sequence[str]
+    nvme_path: Path, checkpoints: Path, kinds: Sequence[str]
 ) -> dict[str, tuple[Any, ...]]:
     """Kinds, each loaded into a model of other weights; what is wrong, and the later losses."""
     outcome = {}
     for name in kinds:
-        expected, losses, later = torch.load(kept)[name]
+        expected, losses, later = torch.load(checkpoints / "kept.pt")[name]
         model, optimizer = start(name, nvme_path, seed=1)
         train(model, optimizer, 7, 1)
         resumed = nvmeswap.zero3.load(model, optimizer, checkpoints / name)
@@ -309,7 +312,7 @@ def all_of_them(nvme_path: Path, checkpoints: Path) -> dict[str, Any]:
 
 
 ranks.FUNCTIONS.update({
-    each.__name__: each for each in (all_of_them, hsdp, resume, save_two_and_go_on)
+    each.__name__: each for each in (all_of_them, hsdp, resume, save_and_resume)
 })
 
 if __name__ == "__main__":

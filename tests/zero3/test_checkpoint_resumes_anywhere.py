@@ -4,9 +4,9 @@ order, every later loss."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
 from tests.zero3.checkpoint_ranks import MODULE, RESUMED, resume
 from tests.zero3.ranks import run_ranks
@@ -18,42 +18,37 @@ SOME = ["built in bf16", "resident parameters"]
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of checkpoints that two ranks saved, and what should be in them."""
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """A folder of checkpoints that two ranks saved, and what became of them when they resumed."""
     folder = tmp_path_factory.mktemp("saved")
-    kept, other = run_ranks(
-        2, "save_two_and_go_on", folder, MODULE, checkpoints=folder
-    )
-    assert list(kept) == list(other) == RESUMED
-    torch.save(kept, folder / "kept.pt")
-    return folder
+    return folder, run_ranks(2, "save_and_resume", folder, MODULE, checkpoints=folder)
 
 
-def test_on_as_many_ranks_all_later_bits_are_the_same(saved: Path, tmp_path: Path) -> None:
+def test_on_as_many_ranks_all_later_bits_are_the_same(
+    saved: tuple[Path, list[dict[str, Any]]],
+) -> None:
     """field cases F01, F05"""
-    for outcome in run_ranks(
-        2, "resume", tmp_path, MODULE, checkpoints=saved, kept=saved / "kept.pt", kinds=RESUMED
-    ):
+    for outcome in saved[1]:
+        assert list(outcome) == RESUMED
         for name, (differing, ours, losses, still) in outcome.items():
             assert (differing, still) == ([], []), name
             assert ours == losses, name
 
 
 def test_on_one_rank_all_restored_bits_are_the_same(
-    one_rank: None, saved: Path, tmp_path: Path
+    one_rank: None, saved: tuple[Path, list[dict[str, Any]]], tmp_path: Path
 ) -> None:
     """field case F07"""
-    outcome = resume(tmp_path, saved, saved / "kept.pt", SOME)
-    for name, (differing, ours, losses, _) in outcome.items():
+    for name, (differing, ours, losses, _) in resume(tmp_path, saved[0], SOME).items():
         assert differing == [], name
         assert ours == pytest.approx(losses, rel=LOSS_TOLERANCE), name
 
 
-def test_on_three_ranks_all_restored_bits_are_the_same(saved: Path, tmp_path: Path) -> None:
+def test_on_three_ranks_all_restored_bits_are_the_same(
+    saved: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
     """field case F07"""
-    for outcome in run_ranks(
-        3, "resume", tmp_path, MODULE, checkpoints=saved, kept=saved / "kept.pt", kinds=SOME
-    ):
+    for outcome in run_ranks(3, "resume", tmp_path, MODULE, checkpoints=saved[0], kinds=SOME):
         for name, (differing, ours, losses, _) in outcome.items():
             assert differing == [], name
             assert ours == pytest.approx(losses, rel=LOSS_TOLERANCE), name

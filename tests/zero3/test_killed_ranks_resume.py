@@ -19,7 +19,7 @@ from pathlib import Path
 import nvmeswap.zero3
 from tests.zero3.killed_rank import PHASES
 
-KILLS = int(os.environ.get("NVMESWAP_KILLS", "3"))
+KILLS = int(os.environ.get("NVMESWAP_KILLS", "2"))
 SEED = int(os.environ.get("NVMESWAP_KILL_SEED", "0"))
 ONLY_RANK_0 = ("before rename", "after")
 RUN_TIMEOUT_S = 120
