@@ -70,6 +70,11 @@ class ElementwiseOptimizer:
         self._kernel = KERNELS.get(optimizer_class)
         self.states_of(self.defaults)
 
+    @property
+    def class_name(self) -> str:
+        """Of the class, without its module: those move."""
+        return self._name
+
     def states_of(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """The names of the states of the parameter's shape that the options in `group` call for,
         in the class's order. Raises SwapUsageError if the class can't be served with them.

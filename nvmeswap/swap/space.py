@@ -86,6 +86,7 @@ class SwapSpace:
         pin_memory: bool,
     ) -> None:
         self.timeout_s = swap.timeout_s
+        self.budget_nbytes = swap.host_memory_nbytes
         requests = fit(pools, swap.host_memory_nbytes, pin_memory=pin_memory)
         self.probe: FolderProbe | None = None
         self.engine: Engine | None = None

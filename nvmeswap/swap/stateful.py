@@ -3,14 +3,14 @@ checkpoint files, single values."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from nvmeswap.errors import SwapUsageError
+from nvmeswap.errors import SwapManifestError, SwapUsageError
 from nvmeswap.swap.saved_states import SavedStates, save_states
 from nvmeswap.swap.states import Source
 from nvmeswap.swap.stepping import SteppingOptimizer
@@ -144,6 +144,63 @@ class StatefulOptimizer(SteppingOptimizer):
         self._given = {key for key in states if MASTER in names[key]}
         self._home.forget_edits(self._by_key.values())
         swapper.mend()
+
+    @property
+    def class_name(self) -> str:
+        """Of the optimizer class that makes the updates."""
+        return self._rule.class_name
+
+    def is_started(self, key: str) -> bool:
+        """True if it has been updated, and so has states."""
+        return key in self._started
+
+    def refuse_unfinished(self) -> None:
+        """Raise SwapUsageError if there is nothing whole to be saved: a step is unfinished, or a
+        state half written."""
+        self._refuse_in_a_step()
+
+    def check_states(
+        self, states: Mapping[str, Mapping[str, Source | Any]], groups: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Raise SwapManifestError if `load_states` would refuse these; nothing is changed."""
+        if self._keys_by_group() != [list(group["params"]) for group in groups]:
+            raise SwapManifestError(
+                "the saved param_groups have other parameters",
+                field="param_groups",
+                fix="build the optimizer with the groups, and the frozen parameters, of the run "
+                "that saved",
+            )
+        for group in groups:
+            options = {**self.defaults, **group}
+            for key in group["params"]:
+                item = self._attached().item(key)
+                if item is not None and set(self._rule.states_of(options)) != set(item.states):
+                    raise SwapManifestError(
+                        f"the saved options need the states {self._rule.states_of(options)}, this "
+                        f"optimizer has {item.states}",
+                        field="param_groups",
+                        fix="build the optimizer with the options of the run that saved",
+                    )
+        for key, state in states.items():
+            self._states.sort_out(key, state)
+
+    def load_states(
+        self, states: Mapping[str, Mapping[str, Source | Any]], groups: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """As `load_state_dict`, with parameters by key, here and in the groups' "params"; streamed
+        from the sources. After `check_states`."""
+        number = {self._home.key_of(parameter): index for index, parameter in self._numbered()}
+        self._load(
+            {number[key]: state for key, state in states.items()},
+            [{**group, "params": [number[key] for key in group["params"]]} for group in groups],
+            {},
+        )
+
+    def _keys_by_group(self) -> list[list[str]]:
+        return [
+            [self._home.key_of(parameter) for parameter in group["params"]]
+            for group in self.param_groups
+        ]
 
     # --- of one parameter ---------------------------------------------------------------------
 

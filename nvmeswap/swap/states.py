@@ -158,6 +158,21 @@ class OptimizerStates:
 
         self._swapper.look_at(names, give)
 
+    def layouts(self, keys: Collection[str]) -> list[SubGroupLayout]:
+        """The sub-groups that have to do with any of these, in the order of `look_at`."""
+        return [group.layout for group in self._swapper.groups_of(keys)]
+
+    def look_at(
+        self,
+        keys: Collection[str],
+        look: Callable[[SubGroupLayout, Callable[[Segment, str], Tensor]], None],
+    ) -> None:
+        """Call `look`(layout, read) for each sub-group of `layouts`, in memory; `read`(segment,
+        name) gives a state or an exact master, valid in the call only."""
+        self._swapper.look_at(
+            keys, lambda group: look(group.layout, partial(self._values, group))
+        )
+
     def write(
         self,
         values: Mapping[str, Mapping[str, Source]],

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from nvmeswap.errors import SwapError, SwapUsageError
+from nvmeswap.io.engine import Lane
 from nvmeswap.io.probe import Drive
 from nvmeswap.stats import (
     EngineStats,
@@ -131,6 +132,24 @@ class ZeroSwap:
         if not fsdp.in_backward():
             self._home.drop_gathered()
 
+    def stored_dtype(self, key: str) -> torch.dtype:
+        """Of what `read_part` gives."""
+        return self._shards.spec(key).dtype
+
+    def read_part(self, key: str, start: int, stop: int) -> torch.Tensor:
+        """Stored values [start, stop) of a shard, flat, on the host; waits for the disk."""
+        out = torch.empty(stop - start, dtype=self._shards.spec(key).dtype)
+        for request in self._shards.read_part(key, start, out, Lane.PREFETCH):
+            request.wait(self._space.timeout_s)
+        return out
+
+    def write_part(self, key: str, start: int, values: torch.Tensor) -> None:
+        """Replace stored values of a shard that has no master, from `start` on; waits for the
+        disk."""
+        stored = values.to("cpu", self._shards.spec(key).dtype).contiguous()
+        for request in self._shards.update(key, start, stored):
+            request.wait(self._space.timeout_s)
+
     # --- for users ----------------------------------------------------------------------------
 
     def stats(self) -> SwapStats:
@@ -150,6 +169,13 @@ class ZeroSwap:
             drives=() if space.probe is None else space.probe.drives,
             pools={name: pool.stats() for name, pool in space.pools.items() if pool is not None},
         )
+
+    @property
+    def spare_nbytes(self) -> int | None:
+        """What is left of the user's budget of host memory; None without one."""
+        budget_nbytes, arena = self._space.budget_nbytes, self._space.arena
+        taken_nbytes = 0 if arena is None else arena.nbytes
+        return None if budget_nbytes is None else max(0, budget_nbytes - taken_nbytes)
 
     def close(self) -> None:
         """Remove the swap files and give the memory back. The model's swapped parameters can't be

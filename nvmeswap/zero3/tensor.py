@@ -34,6 +34,15 @@ class ShardSource(Protocol):
     def write_shard(self, key: str, values: torch.Tensor) -> None:
         """Replace the shard's values by a tensor of the local shape."""
 
+    def stored_dtype(self, key: str) -> torch.dtype:
+        """Of what `read_part` gives."""
+
+    def read_part(self, key: str, start: int, stop: int) -> torch.Tensor:
+        """Stored elements of a shard, flat, on the host."""
+
+    def write_part(self, key: str, start: int, values: torch.Tensor) -> None:
+        """Replace stored elements of a shard that is not trained."""
+
 
 # A tensor holds a number and not its source: a reference would make deepcopy and DCP's stager,
 # which copy what a tensor refers to, copy the whole swap space.

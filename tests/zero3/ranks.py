@@ -30,12 +30,15 @@ from tests.zero3.scaled import all_agree
 LAUNCH_TIMEOUT_S = 240
 
 
-def run_ranks(ranks: int, name: str, folder: Path, **arguments: Any) -> list[Any]:
-    """Results by rank; fails with the tracebacks of all ranks that have one."""
+def run_ranks(
+    ranks: int, name: str, folder: Path, module: str = "tests.zero3.ranks", **arguments: Any
+) -> list[Any]:
+    """Results by rank; fails with the tracebacks of all ranks that have one. `module`: which
+    runs `main`, with functions of its own."""
     (folder / "arguments").write_bytes(pickle.dumps(arguments))
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone",
-        "--nproc-per-node", str(ranks), "-m", "tests.zero3.ranks", name, str(folder),
+        "--nproc-per-node", str(ranks), "-m", module, name, str(folder),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

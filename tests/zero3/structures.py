@@ -300,3 +300,15 @@ class RootCalledTwice(Program):
     def loss(self, model: nn.Module, dice: Dice) -> torch.Tensor:
         first, second = model(dice.batch()), model(dice.batch())
         return (first - second).square().mean()
+
+
+class SmallAdapters(FrozenBase):
+    """Adapters are in host memory, bases on NVMe."""
+
+    min_swap_nbytes = 2000
+
+    def build(self) -> nn.Module:
+        model = super().build()
+        for block in model.blocks:
+            block.out.requires_grad_(False)
+        return model

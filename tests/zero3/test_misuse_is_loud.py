@@ -15,7 +15,7 @@ from torch import nn
 import nvmeswap.zero3
 from nvmeswap.errors import SwapUsageError
 from tests.zero3.programs import DIM, Program, check_slots, config, sharded
-from tests.zero3.structures import FrozenBase
+from tests.zero3.structures import SmallAdapters
 
 Trained = tuple[nn.Module, Any]
 
@@ -105,18 +105,6 @@ def test_copy_of_the_model_is_refused(trained: Trained) -> None:
     with pytest.raises((AssertionError, SwapUsageError, RuntimeError)):
         copy.deepcopy(model)
     backward(model)
-
-
-class SmallAdapters(FrozenBase):
-    """Adapters are in host memory, bases on NVMe."""
-
-    min_swap_nbytes = 2000
-
-    def build(self) -> nn.Module:
-        model = super().build()
-        for block in model.blocks:
-            block.out.requires_grad_(False)
-        return model
 
 
 def test_frozen_parameters_are_never_written_and_read_at_their_use_only(
