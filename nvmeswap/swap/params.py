@@ -165,7 +165,7 @@ class PartitionedParamSwapper:
 
     def lend(self, key: str) -> torch.Tensor:
         """As `fetch`, but the shard itself, flat, in host memory, and nothing is copied. It is
-        valid until the next `fetch` or `lend`, and not to be written to."""
+        valid until the next `fetch`, `lend` or `end_step`, and not to be written to."""
         with self._lock:
             shard = self._shard(key)
             self._plan.use(key)
@@ -262,6 +262,7 @@ class PartitionedParamSwapper:
     def end_step(self) -> None:
         """The optimizer step is over: what was recorded since the last call becomes the plan."""
         with self._lock:
+            self._take_back()
             self._plan.end_step()
 
     def stats(self) -> ParamStats:

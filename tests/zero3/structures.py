@@ -93,6 +93,7 @@ class FrozenBaseInBf16(FrozenBase):
 
 
 class FrozenBaseInInt8(FrozenBase):
+    needs = "reset_iter_state"  # before, fully_shard itself refuses such parameters
     dtype = torch.int8
 
 
@@ -290,6 +291,8 @@ class Recursive(Block):
 
 
 class CalledRecursively(Program):
+    needs = "reset_iter_state"  # before, FSDP2's backward fails, in RAM, too
+
     def build(self) -> nn.Module:
         return Stack(layers=2, block=Recursive)
 

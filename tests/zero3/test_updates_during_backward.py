@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import nvmeswap.zero3
 from nvmeswap import SwapError
@@ -113,6 +113,8 @@ def test_shard_that_can_not_be_read_in_backward_leaves_nothing_unsaid(
     one_rank: None, tmp_path: Path
 ) -> None:
     """Some parameters are of the next step by then: all is refused until a state is loaded."""
+    if not hasattr(FSDPModule, "reset_iter_state"):
+        pytest.skip("before torch 2.13 the pass can't be abandoned: it is refused")
     case = overlapped(Case(buffer_count=1))
     model, optimizer = nvmeswap.zero3.shard(build(case), case.config(tmp_path))
     tokens = torch.zeros(2, 3, dtype=torch.long)
