@@ -53,5 +53,7 @@ class Fp16Block(Block):
         description="Count overflows anew after each good step, not only when the scale doubles.",
     )
     min_loss_scale: float = Field(
-        default=1.0, gt=0, description="Where an overflow at this scale is an error."
+        default=1.0,
+        gt=0,
+        description="The scale never sinks below it; an overflow there is an error.",
     )

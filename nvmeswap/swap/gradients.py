@@ -13,7 +13,8 @@ class HostGradients:
     A gradient on the host is kept as it is (no copy; the first one of a boundary is adopted). One
     on a GPU is copied to the memory given by `use_memory`, asynchronously on the current stream.
 
-    Threads: one at a time. Adding happens in the gradient's own dtype, as torch's `grad += new`.
+    Threads: one at a time for a key; with updates during backward one adds while another takes what
+    is final. Adding happens in the gradient's own dtype, as torch's `grad += new`.
     """
 
     def __init__(self) -> None:
@@ -126,7 +127,8 @@ class HostGradients:
     @property
     def nbytes(self) -> int:
         """Bytes of the gradients held."""
-        return sum(gradient.nbytes for gradient in self._gradients.values())
+        gradients = list(self._gradients.values())  # they may leave meanwhile, if backward updates
+        return sum(gradient.nbytes for gradient in gradients)
 
     def _wait(self, key: str) -> None:
         event = self._arrived.pop(key, None)

@@ -11,7 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -99,14 +99,18 @@ class BackwardOverlap:
         if hasattr(self._optimizer, "found_inf"):
             for name in ("found_inf", "grad_scale"):
                 delattr(self._optimizer, name)
-            what = "GradScaler does not go with updates during backward, before it has unscaled"
-            self._optimizer.swapper.tear(what)
-            raise SwapUsageError(
-                what,
-                intact="nothing: parameters have been updated with scaled gradients",
-                fix="load the last checkpoint, parameters included; train in bfloat16 without "
-                "scaling, or don't overlap",
-            )
+            self.refuse_scaled_gradients()
+
+    def refuse_scaled_gradients(self) -> NoReturn:
+        """Raise, here and in all that follows: nobody has unscaled before the updates."""
+        what = "GradScaler does not go with updates during backward, before it has unscaled"
+        self._optimizer.swapper.tear(what)
+        raise SwapUsageError(
+            what,
+            intact="nothing: parameters may have been updated with scaled gradients",
+            fix="load the last checkpoint, parameters included; train in bfloat16 without "
+            "scaling, or don't overlap",
+        )
 
     def finish(self) -> bool:
         """No more gradients will come: wait for the walk, if there is one (else False); raises

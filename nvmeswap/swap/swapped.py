@@ -150,7 +150,7 @@ class SwappedOptimizer(StatefulOptimizer):
         self._step = None
         self._started, self._given = set(), set()
         self._scratch = Scratch()
-        self._scales: dict[str, torch.Tensor] = {}  # of gradients, in the next step
+        self._scales = {}
         super().__init__(params, dict(self._rule.defaults))
         self._by_key = {}
         self._owned = {}

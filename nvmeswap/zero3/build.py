@@ -115,11 +115,11 @@ def _state_swapper(
         timeout_s=space.timeout_s,
         buffer_count=zero.offload_optimizer.buffer_count,
         ratio=zero.offload_optimizer.ratio,
-        thread_count=_thread_count(zero.offload_optimizer.cpuadam_cores_perc),
+        thread_count=update_thread_count(zero.offload_optimizer.cpuadam_cores_perc),
     )
 
 
-def _thread_count(share: float | None) -> int:
+def update_thread_count(share: float | None) -> int:
     """Threads of the update, for a share of this process's cores."""
     return 1 if share is None else max(1, int(share * len(os.sched_getaffinity(0))))
 

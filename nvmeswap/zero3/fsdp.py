@@ -1,4 +1,4 @@
-"""All that nvmeswap knows of FSDP2's inside: the only file with torch's private names.
+"""All that nvmeswap knows of FSDP2's inside: the only file with its private names.
 
 Written against torch 2.11 to 2.14 (docs/design.md, "FSDP2").
 """

@@ -21,8 +21,8 @@ _homes: weakref.WeakSet[ShardedHome] = weakref.WeakSet()
 
 
 def refuse_other_optimizers(home: ShardedHome) -> None:
-    """From here on, another optimizer's `step()` over these parameters raises: their gradients are
-    not in `parameter.grad`, so it would skip them all without a word."""
+    """From here on, another optimizer's `step()` over these parameters raises: it would have states
+    of its own, and what it writes to resident ones would pass for an edit of their masters."""
     _look_at_every_step()
     _homes.add(home)
 

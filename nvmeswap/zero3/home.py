@@ -96,14 +96,14 @@ class ShardedHome:
         self.gradients_were_edited = True
         self.gradients.was_edited(key)
 
-    # --- ParameterHome ------------------------------------------------------------------------
-
     def apply_scale(self, key: str) -> None:
         """Multiply a gradient by the scale that was to be applied at its use: another one is to be
         added, or it is to be clipped again."""
         scale = self.pending_scales.pop(key, None)
         if scale is not None:
             self.gradients.scale(key, scale)
+
+    # --- ParameterHome ------------------------------------------------------------------------
 
     @property
     def is_alone(self) -> bool:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from nvmeswap.errors import SwapUsageError
 from nvmeswap.swap.optimizer import PipelinedOptimizerSwapper
@@ -56,6 +58,15 @@ class ShardedOptimizer(SwappedOptimizer):
         super().close()
         self.swap.close()
 
+    def save(self, path: str | Path) -> None:
+        """As `SwappedOptimizer.save`, with one rank; `zero3.save` is for any number."""
+        if not self._home.is_alone:
+            raise SwapUsageError(
+                "each rank has states of its own shards, and one file would keep the last rank's",
+                fix="use nvmeswap.zero3.save",
+            )
+        super().save(path)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, but only while the optimizer is being built."""
         if self._swapper is not None:
@@ -77,6 +88,8 @@ class ShardedOptimizer(SwappedOptimizer):
         arrive; they are scaled while they are used, so nothing passes over them here.
         """
         self._refuse_to_clip_in_overlap()
+        self._refuse_to_clip_twice()
+        self._refuse_tensor_parallel()
         norm_type = float(norm_type)
         if not norm_type > 0:
             raise SwapUsageError(
@@ -107,10 +120,7 @@ class ShardedOptimizer(SwappedOptimizer):
         """For `GradScaler`: multiply all gradients by `inverse_scale` in host memory. Returns, on
         all ranks alike, 1 if any value on any rank is not finite, else 0."""
         if self._overlap is not None:
-            raise SwapUsageError(
-                "parameters have been updated during backward, with scaled gradients",
-                intact="nothing", fix="load the last checkpoint; train in bf16, or don't overlap",
-            )
+            self._overlap.refuse_scaled_gradients()
         home = self._sharded_home
         keys = self._keys_to_change()
         if any(home.gradients.dtype(key) is torch.float16 for key in keys):
@@ -160,6 +170,24 @@ class ShardedOptimizer(SwappedOptimizer):
         for key in keys:
             home.apply_scale(key)
         return keys
+
+    def _refuse_to_clip_twice(self) -> None:
+        if self.step_is_unfinished:
+            raise SwapUsageError(
+                "a step is unfinished, and goes on with gradients as they were clipped for it",
+                fix="call step() again first, without clipping",
+            )
+
+    def _refuse_tensor_parallel(self) -> None:
+        """Norms are summed over the ranks that FSDP2 shards over, and not over others."""
+        for key, parameter in self._by_key.items():
+            assert isinstance(parameter, DTensor)
+            if sum(not placement.is_replicate() for placement in parameter.placements) > 1:
+                raise SwapUsageError(
+                    f"{key} is sharded over two dimensions of a mesh: its norm would be of a part",
+                    fix="use torch.nn.utils.get_total_norm and clip_grads_with_norm_, over the "
+                    "gradients of one mesh at a time",
+                )
 
     def _over_ranks(self, parts: torch.Tensor, norm_type: float) -> torch.Tensor:
         """Norms of whole gradients from those of this rank's parts. (Where shards are replicated,

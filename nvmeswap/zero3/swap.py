@@ -94,17 +94,19 @@ class ZeroSwap:
         ranks at the next `optimizer.step()`, or at once if there is one rank."""
         entry = self._entry(key)
         self._home.gather_order.note(key, fsdp.shard_group(entry.record))
-        spec = self._shards.spec(key)
-        if entry.gathers_itself and spec.dtype is entry.compute_dtype:
-            return self._shards.lend(key).view(entry.padded_shape)
-        flat = torch.empty(entry.padded_shape.numel(), dtype=spec.dtype, device=_device_of(entry))
+        dtype = self._shards.spec(key).dtype
         try:
+            if entry.gathers_itself and dtype is entry.compute_dtype:
+                return self._shards.lend(key).view(entry.padded_shape)
+            flat = torch.empty(entry.padded_shape.numel(), dtype=dtype, device=_device_of(entry))
             self._shards.fetch(key, flat[: entry.numel])
         except SwapError as error:
             if self._agreement.alone:
                 raise
             self._agreement.report(error)
-            flat.fill_(float("nan") if flat.is_floating_point() else 0)
+            lost = float("nan") if dtype.is_floating_point else 0
+            flat = torch.full((entry.padded_shape.numel(),), lost, dtype=dtype)
+            flat = flat.to(_device_of(entry))
         return flat.to(entry.compute_dtype).view(entry.padded_shape)
 
     def read_shard(self, key: str) -> torch.Tensor:

@@ -64,6 +64,7 @@ def shard(
             children) are on meta and not in `weights`, in the order of `model.modules()`; it must
             set all of them. Default: `_init_weights` of a transformers model, or the module's
             `reset_parameters`.
+
     A module on meta is initialised in host memory with the CPU's random numbers, as a whole on
     every rank. So with one seed on all ranks (`torch.manual_seed`) weights are the same at every
     world size, and those of a model built in memory from modules that initialise themselves. At

@@ -291,6 +291,7 @@ def hsdp(nvme_path: Path, checkpoints: Path) -> tuple[dict[str, torch.Tensor], i
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model, optimizer = start("bf16 beside fp32", nvme_path, mesh=mesh)
     train(model, optimizer, 0, 2)
+    assert error_of(lambda: optimizer.save(checkpoints / "states")) == "SwapUsageError"
     nvmeswap.zero3.save(model, optimizer, checkpoints / "hsdp")
     kept = everything(model, optimizer)
     train(model, optimizer, 2, 1)

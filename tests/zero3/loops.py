@@ -318,6 +318,12 @@ class TensorParallel(Program):
     def build(self) -> nn.Module:
         return Stack(layers=2, block=lambda: Block(hidden=2 * DIM))
 
+    def update(self, model: nn.Module, optimizer: Any) -> list[float]:
+        if hasattr(optimizer, "swap"):  # a norm over part of the ranks would pass for the whole
+            with pytest.raises(SwapUsageError, match="two dimensions"):
+                optimizer.clip_grad_norm_(1.0)
+        return super().update(model, optimizer)
+
     def group(self, model: nn.Module, mesh: DeviceMesh) -> None:
         for block in model.blocks:
             plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}

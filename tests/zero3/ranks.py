@@ -120,12 +120,25 @@ def ranks_choose_other_experts(nvme_path: Path) -> list[str]:
     return raised
 
 
-def one_rank_reads_garbage(nvme_path: Path) -> str:
-    """Rank 1's parameter file is damaged between two steps; returns the error's class name."""
+def one_rank_reads_garbage(nvme_path: Path, mesh_shapes: list[tuple[int, int]]) -> list[str]:
+    """On each mesh: rank 1's parameter file is damaged between two steps; returns the names of the
+    errors. On (2, 1) each rank has all of every parameter, and lends it to FSDP2."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    raised = []
+    for shape in mesh_shapes:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        folder = nvme_path / "x".join(map(str, shape))
+        folder.mkdir(exist_ok=True)
+        raised.append(_garbage_on_rank_1(folder, mesh))
+    return raised
+
+
+def _garbage_on_rank_1(nvme_path: Path, mesh: Any) -> str:
     import nvmeswap.zero3
 
     case = Case(buffer_count=1)
-    model, optimizer = nvmeswap.zero3.shard(build(case), case.config(nvme_path))
+    model, optimizer = nvmeswap.zero3.shard(build(case), case.config(nvme_path), mesh)
     tokens = torch.zeros(2, 3, dtype=torch.long)
     model(tokens).sum().backward()
     optimizer.step()

@@ -83,13 +83,15 @@ def test_loading_by_assignment_is_refused_and_by_copy_is_not(trained: Trained) -
     """Assigned parameters would be resident, and nobody would train them."""
     model, optimizer = trained
     before = weights_of(model)
-    state = {name: value.detach() for name, value in model.state_dict().items()}
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
     with pytest.raises(SwapUsageError, match="assign"):
         model.load_state_dict(state, assign=True)
     backward(model)
     optimizer.step()
+    assert not torch.equal(weights_of(model)["head.weight"], before["head.weight"])
     model.load_state_dict(state)
-    assert len(before) == len(weights_of(model))
+    after = weights_of(model)
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_parameter_that_was_replaced_is_refused_in_the_next_step(trained: Trained) -> None:

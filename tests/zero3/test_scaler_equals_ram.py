@@ -121,6 +121,8 @@ def test_step_that_failed_is_taken_again_with_the_same_gradients(
             with pytest.raises(SwapError):
                 scaler.step(optimizer)
             assert optimizer.step_is_unfinished
+            with pytest.raises(SwapUsageError, match="unfinished"):
+                optimizer.clip_grad_norm_(1.0)
             file.seek(0)
             file.write(kept)
         scaler.step(optimizer)

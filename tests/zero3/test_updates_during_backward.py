@@ -156,3 +156,19 @@ def test_what_needs_all_gradients_first_is_refused(one_rank: None, tmp_path: Pat
             optimizer.clip_grad_norm_(1.0)
     finally:
         optimizer.close()
+
+
+@pytest.mark.parametrize("kind", [nvmeswap.zero3.GradScaler, torch.amp.GradScaler])
+def test_scaled_gradients_are_refused_and_nothing_goes_on_with_them(
+    one_rank: None, tmp_path: Path, kind: type[torch.amp.GradScaler]
+) -> None:
+    case = overlapped(Case())
+    model, optimizer = nvmeswap.zero3.shard(build(case), case.config(tmp_path))
+    scaler = kind("cpu", init_scale=4.0)
+    try:
+        scaler.scale(model(torch.zeros(2, 3, dtype=torch.long)).sum()).backward()
+        for step in (lambda: scaler.step(optimizer), optimizer.step):
+            with pytest.raises(SwapUsageError, match="GradScaler"):
+                step()
+    finally:
+        optimizer.close()

@@ -52,9 +52,8 @@ def run(options: argparse.Namespace) -> int:
     batches = options.micro_batches
     found = predict(foresight, settings, machine, micro_batches=batches)
     other = changes(foresight, settings, machine, found, micro_batches=batches)
-    worn = wear(
-        found.stepping.write_nbytes, found.step_s, ranks=ranks_here, rating=rating_of(options)
-    )
+    rating = rating_of(options, settings)
+    worn = wear(found.stepping.write_nbytes, found.step_s, ranks=ranks_here, rating=rating)
     told = content(options, found, machine, node, other, worn, ranks_here=ranks_here)
     write(options.json, told)
     if options.json != "-":
@@ -144,9 +143,9 @@ def compute_of(options: argparse.Namespace, settings: Config) -> Compute | None:
         trial.close()
 
 
-def rating_of(options: argparse.Namespace) -> Rating | None:
+def rating_of(options: argparse.Namespace, settings: Config) -> Rating | None:
     """Of a node's drives."""
-    count = len(options.path or [None])
+    count = max(1, len(options.path or settings.nvme_paths))
     if options.rated_tbw is not None:
         return Rating.of_tbw(options.rated_tbw, count)
     if options.dwpd is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +25,7 @@ from nvmeswap.io.probe import probe_folder
 from nvmeswap.swap.elementwise import ElementwiseOptimizer
 from nvmeswap.swap.sub_group import MasterForm, Segment, SubGroupLayout
 from nvmeswap.swap.update import Scratch, Turn, update_segment
+from nvmeswap.zero3.build import update_thread_count
 from nvmeswap.zero3.wrap import optimizer_of
 
 _LOOPS = 3
@@ -198,21 +198,17 @@ def read_json(path: Path, *, key: str) -> Any:
 
 
 def measure_host(layouts: Sequence[SubGroupLayout], settings: Config, itemsize: int) -> HostRates:
-    """On this machine, with one thread as the update has; `itemsize`: bytes of an element of a
+    """On this machine, with as many threads as the update has; `itemsize`: bytes of an element of a
     gradient. Takes about a second."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(_thread_count(settings))
+    share = settings.zero_optimization.offload_optimizer.cpuadam_cores_perc
+    torch.set_num_threads(update_thread_count(share))
     try:
         update = _update_rate(layouts, settings, itemsize)
     finally:
         torch.set_num_threads(threads)
     summed = torch.ones(_SUMMED_NBYTES, dtype=torch.uint8)
     return HostRates(update, _SUMMED_NBYTES / _median_s(lambda: digest(summed)))
-
-
-def _thread_count(settings: Config) -> int:
-    share = settings.zero_optimization.offload_optimizer.cpuadam_cores_perc
-    return 1 if share is None else max(1, int(share * len(os.sched_getaffinity(0))))
 
 
 def _median_s(call: Callable[[], object]) -> float:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from nvmeswap.errors import SwapUsageError
 from nvmeswap.zero3 import fsdp
+from nvmeswap.zero3.entries import plain_name
 from nvmeswap.zero3.tensor import SwappedTensor
 
 
@@ -78,7 +79,7 @@ def parameters_of(model: nn.Module) -> Iterator[Parameter]:
                 f"{name} is not sharded", fix="give the model that nvmeswap.zero3.shard returned"
             )
         (chunk,) = cast(Any, tensor).__create_chunk_list__()  # what DCP itself asks
-        yield Parameter(plain(name), tensor, chunk.sizes, chunk.offsets)
+        yield Parameter(plain_name(name), tensor, chunk.sizes, chunk.offsets)
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
@@ -86,9 +87,9 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
     tied = {}
     for name, tensor in model.named_parameters(remove_duplicate=False):
-        owner = first.setdefault(id(tensor), plain(name))
-        if owner != plain(name):
-            tied[plain(name)] = owner
+        owner = first.setdefault(id(tensor), plain_name(name))
+        if owner != plain_name(name):
+            tied[plain_name(name)] = owner
     return tied
 
 
@@ -97,9 +98,4 @@ def buffers_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
-                yield plain(f"{prefix}.{name}" if prefix else name), buffer
-
-
-def plain(name: str) -> str:
-    """As if nothing were compiled, or checkpointed by a wrapper."""
-    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+                yield plain_name(f"{prefix}.{name}" if prefix else name), buffer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,9 +47,9 @@ class SavedTensors:
             self._states.setdefault(name[: name.rfind(".") + 1], []).append(name)
 
     @property
-    def names(self) -> set[str]:
+    def names(self) -> Set[str]:
         """Of tensors and objects."""
-        return set(self._tensors)
+        return self._tensors.keys()
 
     def names_under(self, prefix: str) -> list[str]:
         """Those that begin so and have no further dot: a parameter's states."""
