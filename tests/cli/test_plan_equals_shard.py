@@ -66,6 +66,29 @@ def test_plan_and_shard_agree_on_every_byte(case: Case, tmp_path: Path) -> None:
     optimizer.swap.close()
 
 
+@pytest.mark.parametrize("dtype", [
+    torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8,
+    torch.int64, torch.float64,
+], ids=str)
+def test_plan_and_shard_know_the_same_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
+    """A frozen base of any of them, beside something to train."""
+    # field case E02
+    def made(device: str) -> nn.Module:
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        base = torch.zeros(64, 64, dtype=dtype)
+        model[0].weight = nn.Parameter(base, requires_grad=False)
+        return model.to(device)
+
+    raw = Case().config(tmp_path)
+    settings = Config.load(raw)
+    plan = Foresight(made("meta"), settings, ranks=1, device="cpu").footprint(settings)
+    _, optimizer = nvmeswap.zero3.shard(made("cpu"), raw)
+    stats: Any = optimizer.swap.stats()
+    assert plan.params_file_nbytes + plan.optimizer_file_nbytes == stats.store.allocated_nbytes
+    assert plan.arena_nbytes == stats.arena_nbytes
+    optimizer.swap.close()
+
+
 class Stack(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ from nvmeswap.errors import SwapManifestError, SwapPathError, SwapUsageError
 
 DTYPES = [
     torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.uint8,
-    torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn,
+    torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2,
 ]
 
 
@@ -41,13 +41,17 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0, 2), (511,), (37, 41), (4097,)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(), (0,), (1,), (7,), (3, 0, 2), (511,), (37, 41), (4097,)], ids=str
+)
 def test_tensor_of_any_dtype_and_shape_comes_back(
     swapper: TensorSwapper, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
-    """Padding stays inside: any size round-trips.  field case A01"""
+    """Padding stays inside, and a dtype is stored as it is, not as a wider one.
+    field cases A01, E01"""
     tensor = random_tensor(shape, dtype)
     swapper.swap_out("t", tensor)
+    assert swapper.stats().write_nbytes == tensor.nbytes
     assert same_bits(swapper.swap_in("t"), tensor)
 
 

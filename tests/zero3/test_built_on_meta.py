@@ -110,6 +110,17 @@ def assert_equals_in_memory(make: Any, nvme_path: Path) -> nn.Module:
     return model
 
 
+def test_building_in_a_block_inside_a_block_swaps_once(one_rank: None, tmp_path: Path) -> None:
+    """Libraries open one of their own in the user's.  field case M05"""
+    with torch.device("meta"), torch.device("meta"):
+        model, optimizer = nvmeswap.zero3.shard(nn.Linear(64, 64), Case().config(tmp_path))
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    stats = optimizer.swap.stats().params
+    assert stats.nvme_nbytes + stats.ram_nbytes == 4 * numel
+    assert len(list(tmp_path.rglob("params.swp"))) == 1
+    optimizer.close()
+
+
 def test_same_shapes_on_meta_are_not_taken_for_tied(one_rank: None, tmp_path: Path) -> None:
     """All meta tensors have address 0.  field case E03"""
     with torch.device("meta"):
@@ -227,6 +238,26 @@ def test_module_that_is_not_initialised_is_refused_by_name(
     assert not list(tmp_path.rglob("*.swp"))
     assert all(parameter.is_meta for parameter in model.parameters())
     nvmeswap.zero3.shard(model, config, initialise=initialise_as_built(Case()))[1].zero_grad()
+
+
+def test_set_up_that_fails_gives_its_memory_back(one_rank: None, tmp_path: Path) -> None:
+    """It had taken its slots, and written a part.  field case B02"""
+    def initialise(module: nn.Module) -> None:
+        if module is model[2]:
+            raise MemoryError("no more")
+        module.reset_parameters()  # type: ignore[operator]
+
+    def locked_kib() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmLck"))
+
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(300, 300) for _ in range(3)))
+    before = locked_kib()
+    with pytest.raises(SwapUsageError):
+        nvmeswap.zero3.shard(model, Case().config(tmp_path), initialise=initialise)
+    assert locked_kib() == before
+    assert not list(tmp_path.rglob("*.swp"))
 
 
 def test_buffer_that_nobody_initialises_is_refused_by_name(one_rank: None, tmp_path: Path) -> None:

@@ -135,6 +135,27 @@ def test_frozen_parameters_are_never_written_and_read_at_their_use_only(
     optimizer.close()
 
 
+def test_parameters_stay_the_objects_they_were(one_rank: None, tmp_path: Path) -> None:
+    """Code elsewhere holds them, and what it has hung on them.  field case D10"""
+    program = SmallAdapters()
+    model, mesh = sharded(program)
+    before = dict(model.named_parameters())
+    trained = {name for name, parameter in before.items() if parameter.requires_grad}
+    for name, parameter in before.items():
+        parameter.mark = name  # type: ignore[attr-defined]
+    model, optimizer = nvmeswap.zero3.shard(model, config(program, tmp_path), mesh)
+    for _ in range(2):
+        backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        after = dict(model.named_parameters())
+        assert before.keys() == after.keys()
+        assert all(after[name] is parameter for name, parameter in before.items())
+        assert all(parameter.mark == name for name, parameter in after.items())
+        assert {name for name, parameter in after.items() if parameter.requires_grad} == trained
+    optimizer.close()
+
+
 def test_many_steps_take_no_more_memory_than_few(one_rank: None, tmp_path: Path) -> None:
     """Evaluations and a failing forward between them.  field case B10"""
     program = Program()

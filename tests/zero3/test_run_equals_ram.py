@@ -7,9 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
+import nvmeswap.zero3
 from tests.oracle import Run, first_difference
-from tests.zero3.cases import Case, run_in_ram, run_swapped
+from tests.zero3.cases import Case, build, run_in_ram, run_swapped
 
 
 @functools.cache
@@ -53,7 +56,7 @@ def test_run_with_any_number_of_buffers_equals_ram(
 def test_run_with_any_pair_of_devices_equals_ram(
     one_rank: None, tmp_path: Path, params: str, optimizer: str, bf16: bool
 ) -> None:
-    """The two knobs are independent.  field cases M06, B14"""
+    """The two knobs are independent.  field case M06"""
     assert_equals_ram(Case(bf16=bf16, params=params, optimizer=optimizer), tmp_path)
 
 
@@ -72,3 +75,22 @@ def test_run_that_clips_by_the_global_norm_equals_ram(one_rank: None, tmp_path: 
     """torch's own clip sees no gradient here; ours must give the same norm and the same update.
     field case O01"""
     assert_equals_ram(Case(clip=True, accumulation=4), tmp_path)
+
+
+def test_recomputed_outputs_are_those_of_the_first_forward(one_rank: None, tmp_path: Path) -> None:
+    """torch compares their shapes only.  field case D08"""
+    case = Case(checkpointing=True, bf16=True, buffer_count=1, dim=16)
+    model, optimizer = nvmeswap.zero3.shard(build(case), case.config(tmp_path))
+    outputs: list[list[torch.Tensor]] = [[] for _ in model.blocks]
+    for block, seen in zip(model.blocks, outputs, strict=True):
+        block.register_forward_hook(lambda _, __, made, seen=seen: seen.append(made.detach()))
+    for _ in range(2):
+        with set_checkpoint_early_stop(False):
+            model(torch.arange(12).view(2, 6)).float().square().mean().backward()
+        assert [len(seen) for seen in outputs] == [4, 2, 2, 2]  # the first one is used twice
+        for seen in outputs:
+            assert all(map(torch.equal, seen, reversed(seen)))
+            seen.clear()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
