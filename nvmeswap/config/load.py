@@ -262,8 +262,8 @@ def _check_keys(block: type[Block], data: Mapping[str, Any], prefix: str) -> Non
 def _is_inert(key: str, value: Any) -> bool:
     """True for what means "not in use": DeepSpeed's defaults of the refused keys."""
     if isinstance(value, Mapping):
-        return not value or value.get("enabled") is False
-    return value in (None, False, "auto", 0) or keys.INERT.get(key) == value
+        return not value or value.get("enabled", True) in (False, None, "auto", "false")
+    return value in (None, "false", False, "auto", 0) or keys.INERT.get(key) == value
 
 
 def _warn_of_no_effect(data: Mapping[str, Any]) -> None:

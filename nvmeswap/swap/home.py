@@ -68,9 +68,13 @@ class ParameterHome(Protocol):
     def before_step(self) -> None:
         """Called first in each new step; raises if the gradients are not to be used."""
 
-    def after_step(self, error: SwapError | None) -> None:
+    def after_step(self, error: SwapError | None, *, is_final: bool = False) -> None:
         """Called when all parameters have their new values, or with what went wrong on the way;
-        raises unless all went well on all ranks."""
+        raises unless all went well on all ranks. `is_final`: the states are of no use now."""
+
+    @property
+    def step_is_lost(self) -> bool:
+        """True if `after_step` last raised for a rank whose states are of no use."""
 
     def forget_edits(self, parameters: Iterable[torch.Tensor]) -> None:
         """What these are now, their masters are, too."""
@@ -172,9 +176,13 @@ class ResidentHome:
 
     def before_step(self) -> None: ...
 
-    def after_step(self, error: SwapError | None) -> None:
+    def after_step(self, error: SwapError | None, *, is_final: bool = False) -> None:
         if error is not None:
             raise error
+
+    @property
+    def step_is_lost(self) -> bool:
+        return False  # alone, the states themselves say so
 
     def forget_edits(self, parameters: Iterable[torch.Tensor]) -> None:
         self._versions.update({parameter: parameter._version for parameter in parameters})

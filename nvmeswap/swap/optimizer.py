@@ -361,6 +361,11 @@ class PipelinedOptimizerSwapper:
         """The states are of no use as they are, until `mend`."""
         self._torn = why
 
+    @property
+    def is_torn(self) -> bool:
+        """True if the states are of no use."""
+        return self._torn is not None
+
     def refuse_torn(self) -> None:
         """Raise SwapUsageError if the states are of no use."""
         if self._torn is not None:

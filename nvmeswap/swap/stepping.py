@@ -91,7 +91,18 @@ class SteppingOptimizer(Optimizer):
                 step.walked = True
         except SwapError as failure:
             error = failure
-        self._home.after_step(error)
+        except Exception as failure:  # the user's class, or no memory: others wait all the same
+            if self._home.is_alone:
+                raise
+            error = _told_to_peers(failure)
+        try:
+            self._home.after_step(error, is_final=swapper.is_torn)
+        except SwapError:
+            if self._home.step_is_lost:  # no other call can finish it, on any rank
+                if not swapper.is_torn:
+                    swapper.tear("another rank's states are of no use after a step that broke")
+                self._forget_step()
+            raise
         for key, scalars in step.after.items():
             self.state[self._by_key[key]] = scalars
         self._started |= step.after.keys()
@@ -110,6 +121,10 @@ class SteppingOptimizer(Optimizer):
             step.walked = not step.remaining
         except SwapError as failure:
             error = failure
+        except Exception as failure:
+            if self._home.is_alone:
+                raise
+            error = _told_to_peers(failure)
         try:
             self._home.end_overlapped_pass()
         except SwapError as failure:
@@ -144,6 +159,7 @@ class SteppingOptimizer(Optimizer):
         self._refuse_strangers()
         if order is None:
             self._home.before_step()
+            self._gradients_are_agreed_on()
         options = options_now(self.param_groups, self._home.key_of)
         keys = {
             key
@@ -159,6 +175,9 @@ class SteppingOptimizer(Optimizer):
         check_options(self._rule, swapper.item, before, options)
         remaining = swapper.order(keys) if order is None else order(swapper.groups_of(keys))
         self._step = Step(before, edits, options, expected, remaining)
+
+    def _gradients_are_agreed_on(self) -> None:
+        """A new step is to be made of them, on all ranks: for subclasses."""
 
     def _refuse_lost_gradients(self, needed: Iterable[str]) -> None:
         if not all(self._home.has_gradient(self._by_key[key]) for key in needed):
@@ -270,3 +289,9 @@ class SteppingOptimizer(Optimizer):
 
 def _kind(parameter: torch.Tensor) -> tuple[Any, ...]:
     return (parameter.dtype, parameter.device, tuple(parameter.shape), parameter.stride())
+
+
+def _told_to_peers(failure: Exception) -> SwapError:
+    error = SwapUsageError(f"the update raised {failure!r}", fix="see the cause, on this rank")
+    error.__cause__ = failure
+    return error

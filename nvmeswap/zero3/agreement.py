@@ -28,18 +28,22 @@ class Agreement:
         self.device = device
         self._world_size = dist.get_world_size(group)
         self._error: SwapError | None = None
+        self._is_final = False
+        self.was_final = False  # what was raised last: no other call can finish what it broke
 
     @property
     def alone(self) -> bool:
         """True with one rank, where errors are raised where they happen."""
         return self._world_size == 1
 
-    def report(self, error: SwapError) -> None:
-        """Keep an error for the next boundary; the first one wins."""
+    def report(self, error: SwapError, *, is_final: bool = False) -> None:
+        """Keep an error for the next boundary; the first one wins. `is_final`: the state that it
+        left is of no use."""
+        self._is_final |= is_final
         if self._error is None:
             self._error = error
 
-    def is_same_on_all(self, number: int, group: dist.ProcessGroup) -> bool:
+    def is_same_on_all(self, number: int, group: dist.ProcessGroup | None) -> bool:
         """One small all-gather over `group`."""
         mine = torch.tensor([number], dtype=torch.int64, device=self.device)
         all_numbers = mine.new_empty(dist.get_world_size(group))
@@ -50,13 +54,18 @@ class Agreement:
         """One small all-gather; raises this rank's own error, or SwapPeerError naming the ranks
         that failed, with the `fix` that goes for all."""
         error, self._error = self._error, None
+        is_final, self._is_final = self._is_final, False
         if self.alone:
+            self.was_final = is_final
             if error is not None:
                 raise error
             return
-        mine = torch.tensor([error is not None], dtype=torch.uint8, device=self.device)
+        mine = torch.tensor(
+            [2 if is_final else error is not None], dtype=torch.uint8, device=self.device
+        )
         all_flags = torch.empty(self._world_size, dtype=torch.uint8, device=self.device)
         dist.all_gather_into_tensor(all_flags, mine, group=self._group)
+        self.was_final = bool((all_flags == 2).any())
         if error is not None:
             raise error
         failed = tuple(all_flags.nonzero().flatten().tolist())

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nvmeswap.errors import SwapUsageError
 from nvmeswap.swap.shard import ShardSpec
 from nvmeswap.zero3 import fsdp
 
@@ -53,6 +54,17 @@ def plain_name(name: str) -> str:
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
+def _refuse_left_out(model: nn.Module, entries: list[Entry]) -> None:
+    """Whose gradients FSDP2 would not reduce, and nobody here would use."""
+    sharded = {id(entry.parameter) for entry in entries}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in sharded:
+            raise SwapUsageError(
+                f"{name} is to be trained, but not sharded (fully_shard's ignored_params)",
+                fix="shard it, or set requires_grad_(False) and train it by an optimizer of yours",
+            )
+
+
 def entries_of(model: nn.Module, *, swapped: bool) -> list[Entry]:
     """An entry for each parameter of a model that `fully_shard` was applied to, tied ones once."""
     names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
@@ -76,5 +88,6 @@ def entries_of(model: nn.Module, *, swapped: bool) -> list[Entry]:
                 else parameter.dtype,
             )
         )
+    _refuse_left_out(model, entries)
     order = {name: place for place, name in enumerate(names.values())}
     return sorted(entries, key=lambda entry: order[entry.key])

@@ -22,11 +22,12 @@ from nvmeswap.zero3.tensor import ShardHandle, written_arguments
 class GradientSource(Protocol):
     """Who has the gradients, by key."""
 
-    def gradient_values(self, key: str) -> torch.Tensor:
-        """The gradient in host memory, itself and not a copy, flat."""
+    def gradient_values(self, key: str, serial: int) -> torch.Tensor:
+        """The gradient in host memory, itself and not a copy, flat. Raises SwapUsageError if it is
+        no more: `serial` tells gradients of one key apart."""
 
-    def add_to_gradient(self, key: str, values: torch.Tensor) -> None:
-        """Add one more micro-batch's, of any shape and device."""
+    def add_to_gradient(self, key: str, serial: int, values: torch.Tensor) -> None:
+        """Add one more micro-batch's, of any shape and device; raises as `gradient_values`."""
 
     def gradient_was_edited(self, key: str) -> None:
         """Somebody wrote to it."""
@@ -34,18 +35,25 @@ class GradientSource(Protocol):
 
 class HeldGradient(torch.Tensor):
     """Stands for a gradient in host memory. Reading it on a GPU copies it there; writing to it
-    writes to the host's."""
+    writes to the host's. One that was kept beyond its gradient's life raises."""
 
     handle: ShardHandle
+    serial: int
 
     @staticmethod
     def __new__(
-        cls, handle: ShardHandle, *, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+        cls,
+        handle: ShardHandle,
+        serial: int,
+        *,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> HeldGradient:
         tensor: HeldGradient = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=dtype, device=device
         )
-        tensor.handle = handle
+        tensor.handle, tensor.serial = handle, serial
         return tensor
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -53,13 +61,14 @@ class HeldGradient(torch.Tensor):
     def read(self) -> torch.Tensor:
         """Its values: on a CPU the host's memory itself, on a GPU a copy."""
         source: GradientSource = self.handle.source
-        return source.gradient_values(self.handle.key).view(self.shape).to(self.device)
+        values = source.gradient_values(self.handle.key, self.serial)
+        return values.view(self.shape).to(self.device)
 
     def write_back(self, values: torch.Tensor) -> None:
         """`values`, which `read` gave, have been written to."""
         source: GradientSource = self.handle.source
         if self.device.type != "cpu":
-            source.gradient_values(self.handle.key).copy_(values.reshape(-1))
+            source.gradient_values(self.handle.key, self.serial).copy_(values.reshape(-1))
         source.gradient_was_edited(self.handle.key)
 
     # torch answers these without asking the dispatcher, from storage that is not there.
@@ -96,7 +105,7 @@ class HeldGradient(torch.Tensor):
             if func in _THE_SAME_AGAIN:
                 return _stand_in(first)
             if func is torch.ops.aten.add_.Tensor and _is_plain(args[1]) and not kwargs:
-                first.handle.source.add_to_gradient(first.handle.key, args[1])
+                first.handle.source.add_to_gradient(first.handle.key, first.serial, args[1])
                 return first
         if "foreach_" in func.name():
             return _one_by_one(func, args, kwargs)
@@ -107,7 +116,13 @@ _THE_SAME_AGAIN = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 def _stand_in(tensor: HeldGradient) -> HeldGradient:
-    return HeldGradient(tensor.handle, shape=tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return HeldGradient(
+        tensor.handle,
+        tensor.serial,
+        shape=tensor.shape,
+        dtype=tensor.dtype,
+        device=tensor.device,
+    )
 
 
 def _is_plain(value: Any) -> bool:
@@ -116,6 +131,7 @@ def _is_plain(value: Any) -> bool:
 
 def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The operation on the values; what it wrote to is written back, and returned as it was."""
+    _refuse_views_of_copies(func, args)
     values: dict[int, torch.Tensor] = {}
 
     def read(value: Any) -> Any:
@@ -131,6 +147,18 @@ def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 if result is values[id(each)]:
                     result = each
     return result
+
+
+def _refuse_views_of_copies(func: Any, args: tuple[Any, ...]) -> None:
+    first = args[0] if args else None
+    if not isinstance(first, HeldGradient) or first.device.type == "cpu":
+        return  # a view of the host's memory itself
+    if any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns):
+        raise SwapUsageError(
+            f"{func.name()} is not for a gradient in host memory: what is written to that view "
+            "would be lost",
+            fix="take gradient.clone() first, and copy_ it back",
+        )
 
 
 def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

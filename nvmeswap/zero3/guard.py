@@ -92,6 +92,7 @@ def _zero_grad(
     home: ShardedHome,
     set_to_none: bool = True,
 ) -> None:
+    home.refuse_while_updating()
     original(set_to_none)
     home.zero_gradients(set_to_none=set_to_none, parameters=module.parameters())
 
@@ -122,6 +123,7 @@ def _watch_forward(model: nn.Module, home: ShardedHome) -> None:
         if torch.is_inference_mode_enabled():
             fsdp.gather_once_outside_inference_mode(module)
         home.refuse_half_a_pass()
+        home.refuse_while_updating()
 
     def after(module: nn.Module, *_: Any) -> None:
         fsdp.abandon_forward(module)

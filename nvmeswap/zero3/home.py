@@ -45,6 +45,9 @@ class ShardedHome:
         self.gather_order = GatherOrder(
             agreement, [fsdp.shard_group(entry.record) for entry in entries]
         )
+        self._serials: dict[str, int] = {}  # of the gradient that each key has, or had last
+        self._used: set[str] = set()  # whose gradient an overlapped step has used and given up
+        self.is_overlapped = False  # updates have begun in backward, and step() is still to come
         self.gradients_were_edited = False  # since the last step, by a GradScaler for instance
         self._is_void = False  # a shard was NaN in the gradients, on some rank; all ranks know
 
@@ -61,7 +64,10 @@ class ShardedHome:
         self._forget([key])  # an earlier one, that the user has dropped
         self.gradients.add(key, local)
         handle = ShardHandle(self._number, key)
-        held = HeldGradient(handle, shape=local.shape, dtype=local.dtype, device=local.device)
+        serial = self._serials[key] = self._serials.get(key, 0) + 1
+        held = HeldGradient(
+            handle, serial, shape=local.shape, dtype=local.dtype, device=local.device
+        )
         fsdp.set_local_tensor(gradient, held)
 
     def follow_the_user(self) -> None:
@@ -76,20 +82,35 @@ class ShardedHome:
         self.gradients.clear(keys)
         for key in keys:
             self.pending_scales.pop(key, None)
+            self._used.discard(key)
 
     # --- GradientSource -----------------------------------------------------------------------
 
-    def gradient_values(self, key: str) -> torch.Tensor:
+    def gradient_values(self, key: str, serial: int) -> torch.Tensor:
         self.apply_scale(key)
-        values = self.gradients.get(key)
+        values = self.gradients.get(key) if serial == self._serials[key] else None
+        if key in self._used:
+            raise SwapUsageError(
+                f"the gradient of {key} was used during backward (overlap_step) and given up",
+                fix="leave out overlap_step, or what needs gradients after backward",
+            )
         if values is None:
             raise SwapUsageError(
-                f"the gradient of {key} was forgotten", fix="read it before zero_grad() and close()"
+                f"the gradient of {key} was forgotten, or replaced by a later one",
+                fix="clone() what is to outlive zero_grad(), grad = None and close()",
             )
+        self.gradients.was_edited(key)  # it may be, by a view: take its norm anew
         return values
 
-    def add_to_gradient(self, key: str, values: torch.Tensor) -> None:
-        self.apply_scale(key)
+    def add_to_gradient(self, key: str, serial: int, values: torch.Tensor) -> None:
+        if key in self._used:
+            raise SwapUsageError(
+                f"a gradient of {key} came after its update had begun",
+                intact="nothing: some parameters have been updated",
+                fix="load the last checkpoint; tell gradient_accumulation_steps how many backward "
+                "passes make a step, and call zero_grad() after step()",
+            )
+        self.gradient_values(key, serial)
         self.gradients.add(key, values)
 
     def gradient_was_edited(self, key: str) -> None:
@@ -196,6 +217,7 @@ class ShardedHome:
         self._agreement.raise_if_any_rank_failed(
             fix="call zero_grad() on all ranks and repeat forward and backward"
         )
+        self.is_overlapped = True
 
     def end_overlapped_pass(self) -> None:
         misuse = self._misuse()
@@ -205,8 +227,9 @@ class ShardedHome:
         self._agreement.raise_if_any_rank_failed(fix="load the last checkpoint on all ranks")
 
     def forget_gradient(self, parameter: torch.Tensor) -> None:
-        self._forget([self._entry(parameter).key])
-        parameter.grad = None
+        key = self._entry(parameter).key
+        self._forget([key])
+        self._used.add(key)  # parameter.grad stays, and raises when it is read
 
     def before_step(self) -> None:
         if self._is_void:
@@ -242,6 +265,11 @@ class ShardedHome:
                     fix="change values with copy_ or load_state_dict (without assign), and modules "
                     "before nvmeswap.zero3.shard",
                 )
+            if self._was_put_back(entry):
+                return SwapUsageError(
+                    f"{entry.key}.grad is a gradient that was forgotten or replaced",
+                    fix="clone() a gradient that is to be put back after zero_grad()",
+                )
         if fsdp.backward_was_cut_short(self._model):
             return self._half_a_pass()
         half_done = fsdp.gathered_after_backward(self._model)
@@ -252,13 +280,17 @@ class ShardedHome:
             )
         return None
 
-    def after_step(self, error: SwapError | None) -> None:
+    def after_step(self, error: SwapError | None, *, is_final: bool = False) -> None:
         if error is not None:
-            self._agreement.report(error)
+            self._agreement.report(error, is_final=is_final)
         self._agreement.raise_if_any_rank_failed(fix="call step() again on all ranks")
         if self.params is not None:
             self.params.end_step()
         self.drop_gathered()
+
+    @property
+    def step_is_lost(self) -> bool:
+        return self._agreement.was_final
 
     def forget_edits(self, parameters: Iterable[torch.Tensor]) -> None:
         for entry in map(self._entry, parameters):
@@ -268,6 +300,32 @@ class ShardedHome:
     def drop_gathered(self) -> None:
         """The next forward gathers every parameter anew."""
         fsdp.reshard_all(self._model)
+
+    def _was_put_back(self, entry: Entry) -> bool:
+        gradient = entry.parameter.grad
+        local = None if gradient is None else fsdp.local_tensor(gradient)
+        if not isinstance(local, HeldGradient) or entry.key in self._used:
+            return False
+        return local.serial != self._serials[entry.key] or entry.key not in self.gradients
+
+    def gathers_what_was_updated(self, key: str) -> None:
+        """Report it if backward asks for a parameter whose update is under way: what it computes
+        with is of the next step."""
+        if key in self._used and fsdp.in_backward():
+            self._agreement.report(
+                SwapUsageError(
+                    f"{key} was needed in backward once more after its gradient was final",
+                    fix="leave out overlap_step for a model that uses weights without gradient",
+                )
+            )
+
+    def refuse_while_updating(self) -> None:
+        """Raise if updates have begun in backward, and step() has not been called."""
+        if self.is_overlapped:
+            raise SwapUsageError(
+                "parameters are being updated since backward (overlap_step)",
+                fix="call step() first, whatever else is to be done",
+            )
 
     def refuse_half_a_pass(self) -> None:
         """Raise if FSDP2 is still in the middle of a backward that an error ended."""

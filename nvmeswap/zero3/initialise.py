@@ -35,6 +35,26 @@ class Initialiser:
             if callable(getattr(module, "_init_weights", None)) and hasattr(module, "post_init")
         }
 
+    def refuse_what_is_not_called(self, model: nn.Module) -> None:
+        """Raise SwapUsageError for initialisers that a model built in memory would have called, and
+        we would not."""
+        if self._given is not None:
+            return
+        for name, module in model.named_modules():
+            if not any(parameter.is_meta for parameter in module.parameters()):
+                continue
+            subject = f"{name or 'the model itself'} ({type(module).__name__})"
+            if self._by_others(name) is not None:
+                continue
+            for its_own in ("_init_weights", "init_weights"):
+                if callable(getattr(module, its_own, None)):
+                    _refuse(subject, f"has {its_own}, which nobody calls here")
+            has_own = any(True for _ in module.parameters(recurse=False)) or any(
+                True for _ in module.buffers(recurse=False)
+            )
+            if callable(getattr(module, "reset_parameters", None)) and not has_own:
+                _refuse(subject, "has reset_parameters for its children, which nobody calls here")
+
     def together(self, name: str, module: nn.Module) -> list[nn.Module]:
         """The module, and those that it initialises with itself."""
         if isinstance(module, nn.MultiheadAttention) and not self._by_others(name):

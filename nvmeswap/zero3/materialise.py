@@ -100,7 +100,10 @@ class Materialiser:
         try:
             _refuse_unsharded(model, entries, all_of_them=self._weights is not None)
             self._names = {} if self._weights is None else names_in_files(model, self._weights)
-            units = list(self._units(entries, Initialiser(model, source.initialise)))
+            initialiser = Initialiser(model, source.initialise)
+            if self._weights is None:
+                initialiser.refuse_what_is_not_called(model)
+            units = list(self._units(entries, initialiser))
             self._parts = {
                 entry.key: fsdp.part_of_whole(entry.record)
                 for entry in entries

@@ -148,13 +148,19 @@ class ShardedOptimizer(SwappedOptimizer):
                 "nvmeswap.zero3.GradScaler.from_config(config)",
                 stacklevel=4,
             )
-        if self.gradient_clipping and not self._is_clipped and order is None:
-            self.clip_grad_norm_(self.gradient_clipping)
         super()._begin_step(swapper, order)
 
+    def _gradients_are_agreed_on(self) -> None:
+        if self.gradient_clipping and not self._is_clipped:
+            self.clip_grad_norm_(self.gradient_clipping)
+
     def _forget_step(self) -> None:
+        home = self._sharded_home
+        # A gradient that stays after the step stays clipped, as it would in memory.
+        kept = {key: scale for key, scale in self._scales.items() if key in home.gradients}
         super()._forget_step()
-        self._is_clipped = self._sharded_home.gradients_were_edited = False
+        self._scales.update(kept)
+        self._is_clipped = home.gradients_were_edited = home.is_overlapped = False
 
     @property
     def _sharded_home(self) -> ShardedHome:

@@ -94,6 +94,7 @@ class ZeroSwap:
         ranks at the next `optimizer.step()`, or at once if there is one rank."""
         entry = self._entry(key)
         self._home.gather_order.note(key, fsdp.shard_group(entry.record))
+        self._home.gathers_what_was_updated(key)
         dtype = self._shards.spec(key).dtype
         try:
             if entry.gathers_itself and dtype is entry.compute_dtype:

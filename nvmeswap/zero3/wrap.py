@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import zlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from nvmeswap.zero3.optimizer import ShardedOptimizer
 from nvmeswap.zero3.tensor import SwappedTensor
 
 Model = TypeVar("Model", bound=nn.Module)
+_T = TypeVar("_T")
 
 _HOW_IT_RUNS = frozenset({"fused", "foreach", "torch_adam"})
 
@@ -79,12 +81,12 @@ def shard(
     either model or optimizer forgets them. `gradient_clipping`, `optimizer.clip_grad_norm_` and
     `zero3.GradScaler` are faster than torch's own.
     """
-    settings = Config.load(config)
-    cls, options = optimizer_of(settings.optimizer, optimizer)
     kind = _device_kind(model, mesh)
     _ensure_process_group(kind)
-    mesh = mesh or init_device_mesh(kind, (dist.get_world_size(),))
     agreement = Agreement(None, _device_now(kind))
+    settings, cls, options = _on_all_ranks(agreement, partial(_read, config, optimizer))
+    _refuse_different_settings(agreement, settings, cls, options)
+    mesh = mesh or init_device_mesh(kind, (dist.get_world_size(),))
     policy = precision_of(settings)
     values = FirstValues(weights, initialise)
     # A caller may still be in the block in which the model was built on meta.
@@ -98,6 +100,34 @@ def shard(
             _on_all_ranks(agreement, partial(materialise, model, values))
             return model, cls(model.parameters(), **_fused(cls), **options)
         return model, _swapped(model, settings, agreement, cls, options, values)
+
+
+def _read(
+    config: Mapping[str, Any] | str | Path,
+    optimizer: type[Optimizer] | tuple[type[Optimizer], Mapping[str, Any]] | None,
+) -> tuple[Config, type[Optimizer], dict[str, Any]]:
+    settings = Config.load(config)
+    return settings, *optimizer_of(settings.optimizer, optimizer)
+
+
+def _refuse_different_settings(
+    agreement: Agreement, settings: Config, cls: type[Optimizer], options: Mapping[str, Any]
+) -> None:
+    """Ranks that train differently would diverge, or wait for each other in vain. (Paths and
+    budgets may differ: nodes do.)"""
+    if agreement.alone:
+        return
+    said = settings.model_dump(mode="json")
+    for block in ("offload_param", "offload_optimizer"):
+        said["zero_optimization"][block].pop("nvme_path")
+    for name in ("host_memory_nbytes", "backend", "direct", "timeout_s"):
+        said["nvmeswap"].pop(name)
+    text = f"{said} {cls.__qualname__} {sorted(options.items())}"
+    if not agreement.is_same_on_all(zlib.crc32(text.encode()), dist.group.WORLD):
+        raise SwapUsageError(
+            "the configuration or the optimizer differs between ranks",
+            fix="give all ranks the same; only paths and host_memory_nbytes may differ",
+        )
 
 
 def _device_kind(model: nn.Module, mesh: DeviceMesh | None) -> str:
@@ -157,13 +187,24 @@ def _swapped(
     return optimizer
 
 
-def _on_all_ranks(agreement: Agreement, set_up: Callable[[], None]) -> None:
+def _on_all_ranks(agreement: Agreement, set_up: Callable[[], _T]) -> _T:
     """Set up on all ranks, or on none: what fails on one is raised on all."""
+    result: list[_T] = []
+    failure: Exception | None = None
     try:
-        set_up()
+        result.append(set_up())
     except SwapError as error:
         agreement.report(error)
-    agreement.raise_if_any_rank_failed(fix="mend that rank's error and start again")
+    except Exception as error:  # others would wait all the same
+        failure = error
+        agreement.report(SwapUsageError(f"set-up failed: {error!r}", fix="see the cause"))
+    try:
+        agreement.raise_if_any_rank_failed(fix="mend that rank's error and start again")
+    except SwapError:
+        if failure is not None:
+            raise failure from None
+        raise
+    return result[0]
 
 
 def precision_of(settings: Config) -> MixedPrecisionPolicy:
@@ -212,6 +253,13 @@ def optimizer_of(
                 key=f"optimizer.params.{name}",
                 fix="it has " + ", ".join(sorted(known.keys() - {"params"})),
             )
+    try:
+        cls([nn.Parameter(torch.zeros(1))], **options)
+    except (TypeError, ValueError) as error:
+        raise SwapConfigError(
+            f"{cls.__name__} can't be built with {options}",
+            key="optimizer.params", cause=str(error), fix="give values as the class takes them",
+        ) from error
     return cls, options
 
 

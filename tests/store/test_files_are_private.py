@@ -259,8 +259,13 @@ def test_tensors_of_any_name_come_back_and_make_no_file(nvme_path: Path) -> None
     assert {path.name for path in nvme_path.parent.iterdir()} == {"nvme"}
 
 
+def _is_of_data_only(line: str) -> bool:
+    return "torch.save(" in line or ("torch.load(" in line and "weights_only=True" in line)
+
+
 def test_nothing_in_the_package_reads_or_writes_pickles() -> None:
-    """A pickle runs whatever its author likes; a swap folder must never hold one."""
+    """A pickle runs whatever its author likes; a swap folder must never hold one. Checkpoints are
+    torch's, whose unpickler here makes data only."""
     forbidden = re.compile(
         r"\b(import|from)\s+(pickle|cPickle|dill|cloudpickle|marshal|shelve|joblib)\b"
         r"|\b(pickle|marshal|shelve)\.\w+\(|\btorch\.(load|save)\s*\(|\ballow_pickle\b"
@@ -271,5 +276,6 @@ def test_nothing_in_the_package_reads_or_writes_pickles() -> None:
         for path in PACKAGE.rglob("*.py")
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if forbidden.search(line)
+        and not (path.parent.name == "checkpoint" and _is_of_data_only(line))
     }
     assert found == set()

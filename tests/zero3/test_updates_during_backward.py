@@ -100,11 +100,48 @@ def test_more_backward_passes_than_were_announced_are_refused(
             model(tokens).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        model(tokens).sum().backward()
+        loss = model(tokens).sum()
+        loss.backward(retain_graph=True)
         with pytest.raises(SwapUsageError, match="after its update had begun"):
-            model(tokens).sum().backward()
+            loss.backward()
         with pytest.raises(SwapError, match="load"):
             optimizer.step()
+    finally:
+        optimizer.close()
+
+
+def _is_used(model: torch.nn.Module) -> bool:
+    try:
+        model.blocks[3].up.weight.grad.to_local().sum()
+    except SwapUsageError:
+        return True
+    return False
+
+
+def test_between_backward_and_step_nothing_is_silently_wrong(
+    one_rank: None, tmp_path: Path
+) -> None:
+    """Half of the weights are new there, and most gradients given up."""
+    case = overlapped(Case())
+    model, optimizer = nvmeswap.zero3.shard(build(case), case.config(tmp_path))
+    tokens = torch.zeros(2, 3, dtype=torch.long)
+    try:
+        model(tokens).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model(tokens).sum().backward()
+        with torch.no_grad(), pytest.raises(SwapUsageError, match=r"call step\(\) first"):
+            model(tokens)
+        with pytest.raises(SwapUsageError, match=r"call step\(\) first"):
+            model.zero_grad()
+        while not _is_used(model):  # its update is under way
+            pass
+        with pytest.raises(SwapUsageError, match="used during backward"):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+        model(tokens).sum().backward()
+        optimizer.step()
     finally:
         optimizer.close()
 

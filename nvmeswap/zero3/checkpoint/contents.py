@@ -107,6 +107,7 @@ class Contents:
         self, model: nn.Module, optimizer: ShardedOptimizer, extra: Any, rank: int
     ) -> None:
         optimizer.refuse_unfinished()
+        _refuse_extra_state(model)
         self._optimizer = optimizer
         self.small: dict[str, Any] = {}
         self.paths: dict[str, tuple[str, ...]] = {}
@@ -237,10 +238,23 @@ def _read(piece: _Piece) -> Tensor:
     return piece.parameter.read(begin, begin + numel).view(piece.box.sizes)
 
 
+def _refuse_extra_state(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise SwapUsageError(
+                f"{name or 'the model'} has an extra state, which a checkpoint does not hold",
+                fix="keep it in a buffer, or save it by `extra`",
+            )
+
+
 def _refuse_what_is_no_data(extra: Any) -> None:
-    """Here, and not when half of the checkpoint is written."""
+    """Here, and not when half of the checkpoint is written. What would run code when it is read is
+    none."""
+    written = io.BytesIO()
     try:
-        torch.save(extra, io.BytesIO())
+        torch.save(extra, written)
+        written.seek(0)
+        torch.load(written, weights_only=True)
     except Exception as error:
         raise SwapUsageError(
             "extra can't be saved", cause=f"{type(error).__name__}: {error}",

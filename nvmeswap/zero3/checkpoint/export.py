@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from nvmeswap.errors import SwapPathError, SwapUsageError
 from nvmeswap.swap.state_file import StateFileWriter, TensorShape
 from nvmeswap.swap.sub_group import MASTER
+from nvmeswap.zero3 import fsdp
 from nvmeswap.zero3.checkpoint.folder import sync_folder, written_badly
 from nvmeswap.zero3.checkpoint.model import Parameter, buffers_of, parameters_of
 from nvmeswap.zero3.checkpoint.peers import Peers
@@ -57,12 +58,16 @@ def export(
     say); `dtype`, of floating-point tensors (torch.float32: the exact masters; None: each
     parameter's own); `only`, which parameters and buffers, by name: the others are not read.
     Raises, on all ranks: SwapPathError (the folder has something in it), SwapSpaceError,
-    SwapWriteError, SwapReadError, SwapUsageError (nothing is left to be written) where it happened,
+    SwapWriteError, SwapReadError, SwapUsageError (nothing is left to be written, or a step
+    is unfinished) where it happened,
     SwapPeerError on the others. Then nothing is left of it.
     Blocking: until it is on the drive. Threads: the training loop's, on all ranks, between steps.
     """
+    fsdp.reshard_all(model)  # an evaluation leaves the root gathered
     peers = Peers(model)
     swapped = optimizer if isinstance(optimizer, ShardedOptimizer) else None
+    if swapped is not None:
+        peers.together(swapped.refuse_unfinished)
     weights = peers.together(lambda: list(_weights(model, dtype, only)))
     files = _files(weights, max_shard_nbytes)
     target = Path(folder).absolute()

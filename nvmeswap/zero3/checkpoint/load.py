@@ -73,6 +73,7 @@ def load(
             "this optimizer is not swapped",
             fix="use torch.distributed.checkpoint for a model without offload",
         )
+    fsdp.reshard_all(model)  # an evaluation leaves the root gathered
     peers = Peers(model)
     found = peers.from_rank_0(lambda: _find(Path(folder), step))
     if found is None:

@@ -69,7 +69,7 @@ class SavedTensors:
         plan = _Plan({})
         item = _bytes_item(name)
         self._read(name, [item], plan)
-        return torch.load(plan.content, weights_only=False)
+        return torch.load(plan.content, weights_only=True)
 
     def source(self, name: str, shape: Sequence[int], offsets: Sequence[int]) -> Source:
         """The part of a tensor that begins at `offsets`."""

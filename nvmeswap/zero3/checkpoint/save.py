@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from nvmeswap.errors import SwapUsageError
 from nvmeswap.memory.budget import available_host_memory
+from nvmeswap.zero3 import fsdp
 from nvmeswap.zero3.checkpoint.contents import Contents, Streamed
 from nvmeswap.zero3.checkpoint.folder import Writing, log
 from nvmeswap.zero3.checkpoint.peers import Peers
@@ -110,6 +111,9 @@ def save(
             "this optimizer is not swapped",
             fix="use torch.distributed.checkpoint for a model without offload",
         )
+    if step is not None and (type(step) is not int or step < 0):
+        raise SwapUsageError(f"{step!r} is not the number of a step", fix="give an int from 0 on")
+    fsdp.reshard_all(model)  # an evaluation leaves the root gathered
     peers = Peers(model)
     last = _under_way.pop(optimizer, None)
     peers.together(lambda: None if last is None else last.settle())
