@@ -214,6 +214,47 @@ def void_pass_is_refused(nvme_path: Path) -> None:
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+class FailsOnRank1(torch.optim.SGD):
+    """In its update of a parameter of more than one element, as someone's own might."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> None:
+        if self.fails and dist.get_rank() == 1:
+            raise ZeroDivisionError
+        super().step(closure)
+
+
+def others_hear_of_anything(nvme_path: Path) -> list[str]:
+    """A path that only rank 0 has, optimizers that differ, and one that breaks on rank 1, in this
+    order; returns the names of the errors' classes."""
+    import nvmeswap.zero3
+
+    def shard(optimizer: Any = None, **changes: Any) -> Any:
+        case = Case(extra=changes)
+        return nvmeswap.zero3.shard(build(case), case.config(nvme_path), optimizer=optimizer)
+
+    raised = []
+    missing = {"device": "nvme", "nvme_path": str(nvme_path / "missing")}
+    only_here = {"zero_optimization": {"stage": 3, "offload_optimizer": missing}}
+    for attempt in (
+        lambda: shard(**(only_here if dist.get_rank() == 1 else {})),
+        lambda: shard([torch.optim.SGD, torch.optim.AdamW][dist.get_rank()]),
+        lambda: step(*shard(FailsOnRank1)),
+    ):
+        try:
+            attempt()
+        except Exception as error:
+            raised.append(type(error).__name__)
+    return raised
+
+
+def step(model: Any, optimizer: Any) -> None:
+    model(torch.zeros(2, 3, dtype=torch.long)).sum().backward()
+    FailsOnRank1.fails = True
+    optimizer.step()
+
+
 def set_up_fails_on_rank_1(nvme_path: Path) -> str:
     """A budget of one byte on rank 1; returns the error's class name."""
     import nvmeswap.zero3
@@ -232,7 +273,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     each.__name__: each
     for each in (
         all_agree, equals_ram, everything_equals_ram, from_meta, one_rank_is_torn,
-        one_rank_reads_garbage, set_up_fails_on_rank_1, void_pass_is_refused,
+        one_rank_reads_garbage, others_hear_of_anything, set_up_fails_on_rank_1,
+        void_pass_is_refused,
     )
 }
 

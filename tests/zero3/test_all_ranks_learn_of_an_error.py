@@ -17,3 +17,9 @@ def test_states_of_no_use_on_one_rank_are_told_to_all(tmp_path: Path) -> None:
     """The others would have waited in their collective until it times out."""
     raised = run_ranks(2, "one_rank_is_torn", tmp_path)
     assert raised == [["SwapPeerError", "SwapUsageError"], ["SwapUsageError"] * 2]
+
+
+def test_ranks_do_not_wait_for_one_that_raised(tmp_path: Path) -> None:
+    first, second = run_ranks(2, "others_hear_of_anything", tmp_path)
+    assert first == ["SwapPeerError", "SwapUsageError", "SwapPeerError"]
+    assert second == ["SwapPathError", "SwapUsageError", "SwapUsageError"]

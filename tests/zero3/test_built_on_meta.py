@@ -279,3 +279,34 @@ def test_weights_are_converted_to_a_model_in_bf16(one_rank: None, tmp_path: Path
     for name, values in build(case).bfloat16().state_dict().items():
         assert torch.equal(model.state_dict()[name].full_tensor(), values), name
     optimizer.close()
+
+
+class InitialisesItsChildren(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.inner.weight)
+
+
+class InitialisesByApply(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        for parameter in module.parameters(recurse=False):
+            nn.init.zeros_(parameter)
+
+
+@pytest.mark.parametrize("kind", [InitialisesItsChildren, InitialisesByApply])
+def test_initialiser_that_would_not_be_called_is_refused_by_name(
+    one_rank: None, tmp_path: Path, kind: type[nn.Module]
+) -> None:
+    """Built in memory the weights would be others."""
+    with torch.device("meta"):
+        model = kind()
+    with pytest.raises(SwapUsageError, match="which nobody calls here"):
+        nvmeswap.zero3.shard(model, Case().config(tmp_path))

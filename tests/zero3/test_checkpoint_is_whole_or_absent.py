@@ -292,3 +292,39 @@ def test_not_in_the_middle_of_a_step_and_not_for_another_optimizer(
     for call in (nvmeswap.zero3.save, nvmeswap.zero3.load):
         with pytest.raises(SwapUsageError, match="not swapped"):
             call(model, plain, tmp_path / "saved")
+
+
+def test_it_can_be_saved_and_loaded_after_an_evaluation(
+    run: tuple[Any, Any], tmp_path: Path
+) -> None:
+    """Which leaves the root's parameters gathered."""
+    model, optimizer = run
+    expected = everything(model, optimizer)
+    for act in (nvmeswap.zero3.save, nvmeswap.zero3.load):
+        evaluate(model)
+        act(model, optimizer, tmp_path / "saved")
+    evaluate(model)
+    nvmeswap.zero3.export(model, optimizer, tmp_path / "exported")
+    assert unequal(everything(model, optimizer), expected) is None
+
+
+def evaluate(model: Any) -> None:
+    with torch.no_grad():
+        model(torch.zeros(1, 3, dtype=torch.long))
+
+
+def test_what_would_be_lost_without_a_word_is_refused(
+    run: tuple[Any, Any], tmp_path: Path
+) -> None:
+    model, optimizer = run
+    for step in (-1, 10.0, True):
+        with pytest.raises(SwapUsageError, match="not the number of a step"):
+            nvmeswap.zero3.save(model, optimizer, tmp_path / "saved", step=step)
+    model.add_module("counter", HasExtraState())
+    with pytest.raises(SwapUsageError, match="extra state"):
+        nvmeswap.zero3.save(model, optimizer, tmp_path / "saved")
+
+
+class HasExtraState(torch.nn.Module):
+    def get_extra_state(self) -> int:
+        return 1

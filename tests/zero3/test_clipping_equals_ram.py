@@ -143,3 +143,36 @@ def test_norms_go_to_the_device_of_their_group(one_rank: None, tmp_path: Path) -
         with pytest.raises(NotImplementedError, match="meta"):
             optimizer.clip_grad_norm_(1.0)
     assert group.reduced_count == 1
+
+
+def test_gradient_that_stays_after_the_step_stays_clipped(one_rank: None, tmp_path: Path) -> None:
+    """The next micro-batch is added to it, and another step uses it as it is."""
+    runs = []
+    with swapped(tmp_path) as pair:
+        for model, optimizer in (pair, resident()):
+            norms = []
+            for step in range(3):
+                square(model, step).backward()
+                norms.append(clip(model, optimizer, 1e-2))
+                optimizer.step()
+                norms.append(float(model[0].weight.grad.full_tensor().norm()))
+            optimizer.step()
+            runs.append(Run(norms, weights(model)))
+    assert first_difference(*runs) is None
+
+
+def test_edit_through_a_view_counts(one_rank: None, tmp_path: Path) -> None:
+    """The norm that was taken when the gradient came is not that of what is there now."""
+    runs = []
+    with swapped(tmp_path) as pair:
+        for model, optimizer in (pair, resident()):
+            norms = []
+            for step in range(3):
+                square(model, step).backward()
+                with torch.no_grad():
+                    model[0].weight.grad.to_local().view(-1)[:7].zero_()
+                norms.append(clip(model, optimizer, 1e-2))
+                optimizer.step()
+                optimizer.zero_grad()
+            runs.append(Run(norms, weights(model)))
+    assert first_difference(*runs) is None

@@ -59,3 +59,21 @@ def test_model_zero_grad_reaches_parameters_that_are_gathered(
         model(torch.ones(4, 24))
     model.zero_grad()
     assert optimizer.swap.stats().optimizer.gradient_nbytes == 0
+
+
+def test_gradient_that_was_kept_is_no_other_one(
+    model_and_optimizer: tuple[nn.Module, Any],
+) -> None:
+    """Gradient surgery: what is held under a name must not become the next gradient."""
+    model, optimizer = model_and_optimizer
+    weight, batch = model.head.weight, torch.ones(4, 24)
+    model(batch).sum().backward()
+    first, values = weight.grad, weight.grad.full_tensor().clone()
+    weight.grad = None
+    (3 * model(batch).sum()).backward()
+    assert torch.equal(weight.grad.full_tensor(), 3 * values)
+    with pytest.raises(SwapUsageError, match="replaced by a later one"):
+        first.full_tensor().clone()
+    weight.grad = first
+    with pytest.raises(SwapUsageError, match="forgotten or replaced"):
+        optimizer.step()

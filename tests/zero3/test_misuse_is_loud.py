@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import nvmeswap.zero3
 from nvmeswap.errors import SwapUsageError
@@ -175,3 +176,13 @@ def test_many_steps_take_no_more_memory_than_few(one_rank: None, tmp_path: Path)
         resident.append(psutil.Process().memory_info().rss)
     assert resident[-1] - resident[20] < 4 << 20
     optimizer.close()
+
+
+def test_parameter_that_fsdp_is_to_ignore_is_not_left_untrained(
+    one_rank: None, tmp_path: Path
+) -> None:
+    program = Program()
+    model = program.build()
+    fully_shard(model, ignored_params={model.head.weight})
+    with pytest.raises(SwapUsageError, match=r"head\.weight is to be trained, but not sharded"):
+        nvmeswap.zero3.shard(model, config(program, tmp_path))
