@@ -305,7 +305,9 @@ def test_it_can_be_saved_and_loaded_after_an_evaluation(
         act(model, optimizer, tmp_path / "saved")
     evaluate(model)
     nvmeswap.zero3.export(model, optimizer, tmp_path / "exported")
-    assert unequal(everything(model, optimizer), expected) is None
+    found = everything(model, optimizer)
+    del found["seen"], expected["seen"]  # which counts forwards
+    assert not unequal(found, expected)
 
 
 def evaluate(model: Any) -> None:
