@@ -140,6 +140,8 @@ def test_last_sub_group_is_being_written_when_one_is_updated(
     in_flight: list[int] = []
 
     def visit(group: SubGroup) -> bool:
+        while len(in_flight) == 1 and not bench.engine.stats().in_flight_count:
+            threading.Event().wait(0.001)  # the engine has been told of it, and will begin it
         in_flight.append(bench.engine.stats().in_flight_count)
         if len(in_flight) == 2:
             bench.engine.inject("")  # lets it go
