@@ -59,7 +59,9 @@ class Pool:
         self._name = name
         # Re-entrant, because the garbage collector may run a finalizer that releases a slot while
         # this very thread is inside the lock.
-        self._changed = threading.Condition(threading.RLock())
+        self._lock = threading.RLock()
+        # Entered as the lock: Ctrl-C in the Python of a Condition's own `with` would leave it held.
+        self._changed = threading.Condition(self._lock)
         self._shelves = _carve(memory, classes)
         self._lent: dict[Slot, _Shelf] = {}
         self._awaited: dict[Slot, torch.cuda.Event] = {}
@@ -85,7 +87,7 @@ class Pool:
         beyond those that waiters need. Never blocks. Raises SwapUsageError for too large a size."""
         shelf = self._shelf_for(nbytes)
         self._collect_finished()
-        with self._changed:
+        with self._lock:
             if len(shelf.free) <= len(shelf.waiters):
                 return None
             return self._lend(shelf, holder)
@@ -103,12 +105,12 @@ class Pool:
         ticket = object()
         begin = time.monotonic()
         try:
-            with self._changed:
+            with self._lock:
                 shelf.waiters.append(ticket)
                 self._wait_count += 1
             return self._wait_for_turn(shelf, ticket, holder, begin + timeout_s, nbytes)
         finally:
-            with self._changed:
+            with self._lock:
                 if ticket in shelf.waiters:  # else Ctrl-C came before it was put there
                     shelf.waiters.remove(ticket)
                 self._wait_s += time.monotonic() - begin
@@ -119,7 +121,7 @@ class Pool:
     ) -> Slot:
         while True:
             self._collect_finished()
-            with self._changed:
+            with self._lock:
                 if shelf.waiters.index(ticket) < len(shelf.free):
                     return self._lend(shelf, holder)
                 left_s = deadline - time.monotonic()
@@ -140,14 +142,14 @@ class Pool:
     def release_orphans(self, known: Collection[Slot]) -> None:
         """Take back lent slots that are not in `known`: those that an exception (Ctrl-C) kept from
         reaching whoever asked for them, or from coming back. Only for a pool with one user."""
-        with self._changed:
+        with self._lock:
             for slot in [s for s in self._lent if s not in known and s not in self._awaited]:
                 self._put_back(slot)
 
     def stats(self) -> PoolStats:
         """A consistent snapshot. `slot_nbytes` is the bytes of all slots together; a slot waiting
         for its event counts as in use."""
-        with self._changed:
+        with self._lock:
             return PoolStats(
                 slot_count=sum(shelf.count for shelf in self._shelves),
                 free_count=sum(len(shelf.free) for shelf in self._shelves),
@@ -159,13 +161,13 @@ class Pool:
 
     def take_back(self, slot: Slot) -> None:
         """`Slot.release`."""
-        with self._changed:
+        with self._lock:
             assert slot not in self._awaited, f"slot of {slot.holder} released twice"
             self._put_back(slot)
 
     def take_back_after(self, slot: Slot, event: torch.cuda.Event) -> None:
         """`Slot.release_after`."""
-        with self._changed:
+        with self._lock:
             assert slot in self._lent, f"slot of {slot.holder} released twice"
             assert slot not in self._awaited, f"slot of {slot.holder} released twice"
             self._awaited[slot] = event
@@ -183,22 +185,25 @@ class Pool:
         )
 
     def _lend(self, shelf: _Shelf, holder: str) -> Slot:
-        slot = Slot(shelf.free.pop(), holder=holder, lender=self)
+        # Between the two changes here and in `_put_back` there is no call: Ctrl-C can't come there.
+        slot = Slot(shelf.free[-1], holder=holder, lender=self)
         self._lent[slot] = shelf
+        del shelf.free[-1]
         return slot
 
     def _put_back(self, slot: Slot) -> None:
-        shelf = self._lent.pop(slot, None)
+        shelf, memory = self._lent.get(slot), slot.memory
         assert shelf is not None, f"slot of {slot.holder} released twice"
-        shelf.free.append(slot.memory)
+        del self._lent[slot]
+        shelf.free += [memory]
         self._changed.notify_all()
 
     def _collect_finished(self) -> None:
-        with self._changed:
+        with self._lock:
             awaited = list(self._awaited.items())
         for slot, event in awaited:
             if event.query():
-                with self._changed:
+                with self._lock:
                     # Another thread may have asked the same event and been faster.
                     if self._awaited.pop(slot, None) is not None:
                         self._put_back(slot)

@@ -9,8 +9,13 @@ from nvmeswap.io import native
 
 
 class OwnLock:
-    """Re-entrant, for `with`. In a forked child, which shares files with its parent but not what is
-    known of them, it raises SwapForkError instead of waiting for a thread that isn't there."""
+    """Re-entrant; `with lock():` holds it. In a forked child, which shares files with its parent
+    but not what is known of them, it raises SwapForkError instead of waiting for a thread that
+    isn't there.
+
+    Held by `threading.RLock` itself: were entering or leaving it Python code, Ctrl-C could come in
+    the middle of it, and other threads would wait for ever.
+    """
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -19,10 +24,7 @@ class OwnLock:
     def is_own_process(self) -> bool:
         return os.getpid() == self._pid
 
-    def __enter__(self) -> None:
+    def __call__(self) -> threading.RLock:
         if not self.is_own_process():
             raise native.fork_error()
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+        return self._lock

@@ -91,11 +91,12 @@ class Pieces:
             entry.in_flight = entry.in_flight + alone if entry.in_flight else alone
 
     def detach(self, request: StoreRequest) -> None:
-        """It is over."""
+        """It is over. May be repeated."""
+        alone = (request,)
         for entry in self.entries:
-            if len(entry.in_flight) == 1:
+            if entry.in_flight == alone:
                 entry.in_flight = ()
-            else:
+            elif entry.in_flight:
                 entry.in_flight = tuple(each for each in entry.in_flight if each is not request)
 
     def note_writing(self) -> None:

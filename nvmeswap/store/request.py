@@ -53,7 +53,9 @@ class StoreRequest:
         self.nbytes = sum(pieces.sizes_nbytes)
         self.direction = direction
         self.pieces = pieces
-        self.transfers: list[Request] = []  # filled and `settled` set by the keeper
+        # The keeper's: it fills the one and sets the others, `noted` before `settled`.
+        self.transfers: list[Request] = []
+        self.noted = False
         self.settled = False
         self._keeper = keeper
         self._failures: dict[int, SwapError] = {}  # by piece

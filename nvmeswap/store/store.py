@@ -7,7 +7,7 @@ import enum
 import errno
 import re
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -113,7 +113,7 @@ class Store:
         Takes all its space now. Blocks for as long as the filesystem takes. Raises SwapSpaceError,
         SwapPathError, SwapWriteError; then nothing is left of it.
         """
-        with self._lock:
+        with self._lock():
             self._check_open()
             taken = specs.keys() & self._manifest.entries.keys()
             assert not taken, f"keys are unique over the store: {sorted(taken)}"
@@ -141,7 +141,7 @@ class Store:
         SwapWriteError, SwapPathError with everything as it was. The manifest on disk follows when
         the file grows: rewriting it for each key would cost more than moving a small tensor.
         Returns where in the file each key lies."""
-        with self._lock:
+        with self._lock():
             self._check_open()
             taken = specs.keys() & self._manifest.entries.keys()
             assert not taken, f"keys are unique over the store: {sorted(taken)}"
@@ -163,7 +163,7 @@ class Store:
         late makes it half as fast. Blocks for about as long as writing `nbytes` takes; `stats` tell
         how long that was. Raises SwapSpaceError, SwapWriteError, SwapTimeoutError, SwapPathError
         with the file as large as it was."""
-        with self._lock:
+        with self._lock():
             self._check_open()
             begin_s = time.monotonic()
             file = self._files.get(name) or self._create(name, 0)
@@ -174,7 +174,7 @@ class Store:
     def free(self, key: str) -> None:
         """Forgets the key; its space can be allocated again. Waits for its requests in flight."""
         while True:
-            with self._lock:
+            with self._lock():
                 self._check_open()
                 in_flight = self._entry(key).in_flight
                 if not in_flight:
@@ -183,14 +183,20 @@ class Store:
             for request in in_flight:
                 request.settle()
 
+    def free_those_of(self, keys: Iterable[str]) -> None:
+        """Frees those of these keys that exist; nothing has been read or written there."""
+        with self._lock():
+            for key in self._manifest.entries.keys() & set(keys):
+                self._remove_entry(key)
+
     def spec(self, key: str) -> TensorSpec:
         """What is stored under the key. Raises SwapUsageError, naming the nearest known key."""
-        with self._lock:
+        with self._lock():
             return self._entry(key).spec
 
     def path(self, key: str) -> Path:
         """The file that holds the key. Raises SwapUsageError for an unknown one."""
-        with self._lock:
+        with self._lock():
             return self.folder / self._entry(key).file
 
     # --- bytes -----------------------------------------------------------------------------------
@@ -235,7 +241,7 @@ class Store:
 
     def stats(self) -> StoreStats:
         """A consistent snapshot; a request counts once it is known to be done."""
-        with self._lock:
+        with self._lock():
             return StoreStats(
                 allocated_nbytes=sum(file.nbytes for file in self._files.values()),
                 read_nbytes=self._read_nbytes,
@@ -252,14 +258,14 @@ class Store:
         SwapTimeoutError with the files still open: call it again."""
         if not self._lock.is_own_process():
             return
-        with self._lock:
+        with self._lock():
             self._closed = True
             in_flight = [
                 each for entry in self._manifest.entries.values() for each in entry.in_flight
             ]
         for request in in_flight:
             request.settle()
-        with self._lock:
+        with self._lock():
             files, self._files = self._files, {}
         for file in files.values():
             file.close()
@@ -279,7 +285,7 @@ class Store:
     ) -> list[StoreRequest]:
         """Starts to move whole keys, or, with `first_byte`, a part of one."""
         while True:
-            with self._lock:
+            with self._lock():
                 self._check_open()
                 pieces = self._pieces(direction, keys, memories, first_byte)
                 before = must_precede(direction, pieces)
@@ -341,10 +347,10 @@ class Store:
         for part, wanted in zip(parts, sums, strict=True):
             request = StoreRequest(direction, part, wanted if verifies else None, keeper=self)
             requests.append(request)
-            part.attach(request)
-            if direction is Direction.WRITE:
-                part.note_writing()
             try:
+                part.attach(request)
+                if direction is Direction.WRITE:
+                    part.note_writing()
                 self._start_transfers(request, lane)
             except BaseException:
                 request.abandon()
@@ -374,21 +380,24 @@ class Store:
         is_sound = len(failed) < len(pieces.keys)  # of memory that could not be moved, no sums
         if request.direction is Direction.WRITE and self._checksum is Checksum.ALL and is_sound:
             digests = request.compute_digests()
-        with self._lock:
+        with self._lock():
             if request.settled:
                 return  # another waiter was faster
-            request.settled = True
+            # Where Ctrl-C cuts it short the next one does the rest. While the request is attached
+            # nothing newer has begun: only then may it be noted twice what it wrote.
+            if not request.noted:
+                moved_nbytes = request.nbytes - sum(pieces.sizes_nbytes[piece] for piece in failed)
+                if request.direction is Direction.READ:
+                    self._read_nbytes += moved_nbytes
+                else:
+                    pieces.note_written(digests, failed)
+                    self._write_nbytes += moved_nbytes
+                request.noted = True
             pieces.detach(request)
-            moved_nbytes = request.nbytes - sum(pieces.sizes_nbytes[piece] for piece in failed)
-            if request.direction is Direction.READ:
-                self._read_nbytes += moved_nbytes
-                return
-            self._write_nbytes += moved_nbytes
-            pieces.note_written(digests, failed)
+            request.settled = True
 
     def note_verified(self, nbytes: int) -> None:
-        """For request.py."""
-        with self._lock:
+        with self._lock():
             self._verified_nbytes += nbytes
 
     def _create(self, name: str, nbytes: int) -> SwapFile:

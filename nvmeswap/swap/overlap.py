@@ -67,7 +67,8 @@ class BackwardOverlap:
         self._home = optimizer.home
         self._settings = settings
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._changed = threading.Condition()  # of what follows
+        self._lock = threading.RLock()  # of what follows
+        self._changed = threading.Condition(self._lock)
         self._final: dict[str, int] = {}  # key -> its place in the order of arrival
         self._queued: dict[str, torch.cuda.Event] = {}  # after the last use in backward, on a GPU
         self._all_queued: torch.cuda.Event | None = None  # after all of backward
@@ -115,7 +116,7 @@ class BackwardOverlap:
     def finish(self) -> bool:
         """No more gradients will come: wait for the walk, if there is one (else False); raises
         once what went wrong in it."""
-        with self._changed:
+        with self._lock:
             if not self._all_final:  # these came in earlier passes than the last
                 for key, parameter in self._optimizer.parameters():
                     if key not in self._final:
@@ -139,7 +140,7 @@ class BackwardOverlap:
         job, self._job = self._job, None
         if job is not None and not job.is_over():
             job.stop()
-        with self._changed:
+        with self._lock:
             self._last_order = self._final or self._last_order
             self._final, self._unused, self._queued = {}, Counter(), {}
             self._times = Counter()
@@ -182,7 +183,7 @@ class BackwardOverlap:
         if self._job is None:
             self._job = self._optimizer.start_step(self._in_expected_order, self._ready)
         self._optimizer.expect_gradient(key, self._scale(parameter))
-        with self._changed:
+        with self._lock:
             if parameter.is_cuda:  # the gradient is not there yet, but queued
                 self._queued[key] = torch.cuda.Event()
                 self._queued[key].record()
@@ -217,7 +218,7 @@ class BackwardOverlap:
 
     def _ready(self, group: SubGroup, stopped: Callable[[], bool]) -> None:
         keys = {segment.key for segment in group.layout.segments}
-        with self._changed:
+        with self._lock:
             while not (self._all_final or keys <= self._final.keys() or stopped()):
                 self._changed.wait(_POLL_S)
             queued = [self._queued.get(key, self._all_queued) for key in keys]

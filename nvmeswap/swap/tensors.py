@@ -228,6 +228,7 @@ class TensorSwapper:
                 if self._stored[key].name in fresh:
                     del self._stored[key]
             self._names -= fresh.keys()
+            self._store.free_those_of(fresh)  # Ctrl-C may have come after they were allocated
             raise
         for each, offset_bytes in zip(fresh.values(), offsets, strict=True):
             each.offset_bytes = offset_bytes

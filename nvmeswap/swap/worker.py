@@ -30,7 +30,11 @@ class Job(Generic[_T]):
         self.stop_asked = False
         self.is_behind = is_behind
         self._call: Callable[[Job[_T]], _T] | None = call
-        self._over = threading.Event()
+        self._is_over = False
+        # Held until then, instead of an Event: Ctrl-C in the middle of that one's Python code would
+        # leave it locked.
+        self._under_way = threading.Lock()
+        self._under_way.acquire()
         self._result: _T | None = None
         self._error: BaseException | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -52,21 +56,24 @@ class Job(Generic[_T]):
         except BaseException as error:
             self._error = error
         self._call = None
-        self._over.set()
+        self._is_over = True
+        self._under_way.release()
 
     def is_over(self) -> bool:
-        return self._over.is_set()
+        return self._is_over
 
     def stop(self) -> None:
         """Ask it to stop, and wait until it has; how it ended is not told."""
         self.stop_asked = True
-        self._over.wait()
+        with self._under_way:
+            pass
 
     def wait(self) -> _T:
         """The call's result, or what it raised. If the wait is interrupted (Ctrl-C), the call is
         asked to stop and waited for; an interruption of that, too, leaves it to end by itself."""
         try:
-            self._over.wait()
+            with self._under_way:
+                pass
         except BaseException:
             self.stop()
             raise

@@ -48,6 +48,8 @@ def runs(draw: st.DrawFn) -> dict[str, Any]:
     steps = st.sets(st.integers(0, STEPS - 1), max_size=4)
     has_no_momentum = recipe.kind is torch.optim.SGD and not recipe.options.get("momentum")
     kinds = ["", "cosine"] if has_no_momentum else ["", "cosine", "one cycle"]
+    # torch's own fused SGD fails where some of a group have a momentum and others have none yet.
+    may_lack_gradients = recipe.kind is not torch.optim.SGD or has_no_momentum
     return {
         "recipe": recipe,
         "shapes": draw(st.lists(st.sampled_from(SHAPES), min_size=count, max_size=count)),
@@ -62,7 +64,8 @@ def runs(draw: st.DrawFn) -> dict[str, Any]:
         },
         "accumulation": draw(st.integers(1, 4)),
         "without": {
-            step: draw(st.sets(st.integers(0, 4), min_size=1)) for step in draw(steps)
+            step: draw(st.sets(st.integers(0, 4), min_size=1))
+            for step in (draw(steps) if may_lack_gradients else ())
         },
         "skipped": draw(steps),
         "to_none": draw(st.booleans()),
