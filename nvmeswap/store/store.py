@@ -31,7 +31,7 @@ __all__ = ["Checksum", "Store", "StoreBatch", "StoreRequest", "TensorSpec"]
 # Extents begin at multiples of at least this, whatever the drive's own sectors are (it may be
 # replaced by one with larger sectors, and memory pages have this size too).
 _LEAST_ALIGNMENT_NBYTES = 4096
-_FILE_NAMES = re.compile(r"[A-Za-z0-9_-]+\.swp")
+_FILE_NAMES = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*\.swp")
 
 
 class Checksum(enum.Enum):
