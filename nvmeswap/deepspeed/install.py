@@ -144,8 +144,8 @@ def _check_surface() -> dict[str, Any]:
     if missing:
         version = getattr(importlib.import_module("deepspeed"), "__version__", "of unknown version")
         raise SwapConfigError(
-            f"DeepSpeed {version} lacks what our swappers stand on", cause="; ".join(missing),
-            intact="nothing was replaced", fix=f"use DeepSpeed {TESTED_VERSION}",
+            f"DeepSpeed {version} lacks what our swappers stand on, so nothing was replaced",
+            cause="; ".join(missing), fix=f"use DeepSpeed {TESTED_VERSION}",
         )
     return modules
 
