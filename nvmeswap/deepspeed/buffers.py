@@ -113,6 +113,11 @@ class HostBuffers:
             self._idle.setdefault(buffer.nbytes, []).append(buffer)
             self._idle_nbytes += buffer.nbytes
 
+    def abandon(self, buffer: HostBuffer) -> None:
+        """Somebody goes on using its memory: it counts no longer, and goes with the last view."""
+        with self._lock:
+            self._let_go(buffer)
+
     def close(self) -> None:
         """Lets go of what is idle. Lent buffers stay their holders'."""
         with self._lock:

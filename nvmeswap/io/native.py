@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     """One row a piece: address, offset_bytes, nbytes (nvs_piece in native/interface.h)."""
 
 _REASON_NBYTES = 256
-_FOREVER_NS = -1
+_SLICE_S = 0.5  # arbitrary: how late a signal may be noticed
 
 _CAUSES = {
     lib.NVS_ERROR_END_OF_FILE: "the file ends within the wanted bytes",
@@ -89,17 +89,15 @@ def _check(code: int, what: str) -> int:
 
 
 def _repeat_on_signal(call: Callable[[int], int], timeout_s: float | None) -> int:
-    """`call(timeout_ns)` until it ends otherwise than by EINTR. Python runs signal handlers between
-    the tries, so that Ctrl-C ends a wait."""
-    if timeout_s is None:
-        while (code := call(_FOREVER_NS)) == -errno.EINTR:
-            pass
-        return code
-    deadline = time.monotonic() + timeout_s
+    """`call(timeout_ns)` until it ends, but by EINTR or at the end of a slice. Python runs
+    signal handlers between the tries, so that Ctrl-C ends a wait: at once where it interrupts the
+    wait, and after a slice where it came just before, when nothing waited yet."""
+    deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
     while True:
         left_s = max(deadline - time.monotonic(), 0.0)
-        code = call(min(int(left_s * 1e9), 1 << 62))
-        if code != -errno.EINTR:
+        code = call(int(min(left_s, _SLICE_S) * 1e9))
+        is_late = code == -errno.ETIMEDOUT and left_s <= _SLICE_S
+        if is_late or code not in (-errno.EINTR, -errno.ETIMEDOUT):
             return code
 
 

@@ -1,0 +1,78 @@
+"""One parameter's partition as the swapper sees it: where its bytes are now."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nvmeswap.deepspeed.buffers import HostBuffer
+from nvmeswap.store.store import StoreRequest
+
+
+class Place(enum.Enum):
+    """Where a partition is. DeepSpeed's status is AVAILABLE for HELD and READY, INFLIGHT for
+    READING, and NOT_AVAILABLE for the others.
+
+        HELD    -> STORED            written (its buffer serves until that is over)
+        STORED  -> READING           a read was started
+        STORED  -> CACHED            the write is over, and memory for it was left
+        READING -> READY             somebody waited for the read
+        READING -> STORED            dropped, or failed
+        CACHED  -> READY, STORED     asked for; or its memory was needed
+        READY   -> HELD              demanded: DeepSpeed uses it from now on
+        READY   -> CACHED            dropped for want of memory, or overtaken by an update
+        HELD    -> CACHED            released
+    """
+
+    HELD = "in its buffer, in DeepSpeed's hands"
+    STORED = "on NVMe"
+    READING = "on its way"
+    READY = "read ahead"
+    CACHED = "on NVMe, and in a buffer"
+
+
+@dataclass(eq=False, slots=True)
+class Partition:
+    """`param`: DeepSpeed's parameter, whose `ds_tensor` shows the partition."""
+
+    param: Any
+    dtype: torch.dtype
+    numel: int
+    place: Place = Place.HELD
+    buffer: HostBuffer | None = None
+    read: StoreRequest | None = None
+    is_on_drive: bool = False  # has space there
+
+    @property
+    def key(self) -> str:
+        """Its name in the store."""
+        return f"{self.param.ds_id}"
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def view(self) -> torch.Tensor:
+        """Its elements in its buffer."""
+        assert self.buffer is not None
+        return self.buffer.view(self.dtype, self.numel)
+
+    def is_shown(self) -> bool:
+        """Whether DeepSpeed's tensor is the buffer's memory."""
+        shown = self.param.ds_tensor.data
+        return self.buffer is not None and shown.data_ptr() == self.buffer.memory.data_ptr()
+
+    def is_gathered_in_place(self) -> bool:
+        """Whether the whole parameter is this very memory: where there is one rank and no GPU,
+        DeepSpeed gathers without a copy."""
+        whole = self.param.data
+        return (
+            self.buffer is not None
+            and whole.numel() > 0
+            and whole.device.type == "cpu"
+            and whole.untyped_storage().data_ptr()
+            == self.buffer.memory.untyped_storage().data_ptr()
+        )
