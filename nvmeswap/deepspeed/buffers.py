@@ -113,6 +113,11 @@ class HostBuffers:
             self._idle.setdefault(buffer.nbytes, []).append(buffer)
             self._idle_nbytes += buffer.nbytes
 
+    def drop(self, buffer: HostBuffer) -> None:
+        """As `give_back`, for memory that others may still look at: it goes with its last view."""
+        with self._lock:
+            self._let_go(buffer)
+
     def close(self) -> None:
         """Lets go of what is idle. Lent buffers stay their holders'."""
         with self._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,7 +79,7 @@ class Run:
             twin.grad = torch.zeros_like(twin)
             bounds = [twin.numel() * part // pieces for part in range(pieces + 1)]
             offsets, tensors = [], []
-            for begin, end in zip(bounds, bounds[1:], strict=False):
+            for begin, end in itertools.pairwise(bounds):
                 gradient = torch.randn(end - begin - gap, generator=self.draw)
                 twin.grad[begin : end - gap] = gradient
                 offsets.append(begin)
