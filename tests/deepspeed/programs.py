@@ -128,7 +128,7 @@ def own_optimizer(json: Json, folder: Path) -> Run:
 
 
 class Wide(Layers):
-    """bf16 and fp16 matrices of more than 2 MiB, multiplied in fp32: this is quick everywhere."""
+    """bf16 matrices of more than 2 MiB, multiplied in fp32: this is quick everywhere."""
 
     def __init__(self) -> None:
         super().__init__(0)
@@ -145,12 +145,6 @@ class Wide(Layers):
 def low_precision(json: Json, folder: Path) -> Run:
     engine = start(json, build(json, Wide))
     return end(engine, train(engine, range(4)))
-
-
-def overflows(json: Json, folder: Path) -> Run:
-    """The first steps overflow and are skipped."""
-    engine = start(json, build(json, Wide))
-    return end(engine, train(engine, range(20)))
 
 
 def accumulates(json: Json, folder: Path) -> Run:
