@@ -3,7 +3,6 @@ weights and moments of DeepSpeed's CPU offload, bit for bit."""
 
 from __future__ import annotations
 
-import functools
 import json
 import subprocess
 import sys
@@ -26,21 +25,17 @@ WHOLE = zero(sub_group_size=1_000_000_000)
 
 @pytest.fixture(scope="module")
 def in_ram(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case, int], list[Run]]:
-    """in_ram(case, ranks): by rank, what DeepSpeed's CPU offload gives; run once for all that are
-    alike."""
+    """in_ram(case, ranks): by rank, what DeepSpeed's CPU offload gives; once for all like it."""
 
-    @functools.cache
-    def run(script: str, ranks: int) -> list[Run]:
-        return run_ranks(references[script], ranks, tmp_path_factory.mktemp("ram"), None)
+    known: dict[tuple[str, int], list[Run]] = {}
 
-    references: dict[str, Case] = {}
+    def run(case: Case, ranks: int) -> list[Run]:
+        key = repr(case.in_ram), ranks
+        if key not in known:
+            known[key] = run_ranks(case.in_ram, ranks, tmp_path_factory.mktemp("ram"), None)
+        return known[key]
 
-    def of(case: Case, ranks: int) -> list[Run]:
-        name = case.script if case.alike else repr(case)
-        references.setdefault(name, case)
-        return run(name, ranks)
-
-    return of
+    return run
 
 
 def assert_equal(ours: list[Run], reference: list[Run]) -> None:
