@@ -27,10 +27,11 @@ import pytest
 import torch
 from torch import nn
 
+from nvmeswap.errors import SwapError
 from nvmeswap.io import Engine
 
 MIB = 1 << 20
-ODD_WIDTHS = (512, 515, 511, 513)  # no layer's elements fill a sector
+ODD_WIDTHS = (512, 515, 513, 517)  # no layer's elements fill a sector
 engines: list[Engine] = []  # all that swappers opened; each fails when it is told to
 
 
@@ -61,7 +62,10 @@ def config_of(device: str, folder: Path | None, **changes: Any) -> dict[str, Any
         "zero_optimization": {
             "stage": 3,
             "sub_group_size": 600_000,
+            # Nothing stays gathered between its uses.
             "stage3_param_persistence_threshold": 0,
+            "stage3_max_live_parameters": 0,
+            "stage3_max_reuse_distance": 0,
             "offload_optimizer": place | {"buffer_count": 4, "pipeline_read": True,
                                           "pipeline_write": True, "pin_memory": False},
             "offload_param": place | {"buffer_count": 5, "buffer_size": 300_000, "max_in_cpu": 0,
@@ -80,7 +84,9 @@ def config_of(device: str, folder: Path | None, **changes: Any) -> dict[str, Any
 
 
 class SmallRun:
-    """A model in DeepSpeed's engine."""
+    """A model in DeepSpeed's engine, until the case is over."""
+
+    alive: list[SmallRun] = []
 
     def __init__(self, config: dict[str, Any], build: Callable[[], nn.Module] = Layers) -> None:
         import deepspeed
@@ -90,6 +96,7 @@ class SmallRun:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=trained)
         self.steps = 0
+        self.alive.append(self)
 
     def forward(self, sample: int = 0) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1000 * self.steps + sample)
@@ -107,8 +114,16 @@ class SmallRun:
         return [self.step() for _ in range(steps)]
 
     def destroy(self) -> None:
+        """And its swap files: DeepSpeed keeps destroyed engines alive until another runs."""
+        swappers = {id(parameter.nvme_swapper): parameter.nvme_swapper
+                    for parameter in self.engine.module.parameters()}
+        for swapper in (self.engine.optimizer.optimizer_swapper, *swappers.values()):
+            if swapper is not None:
+                with contextlib.suppress(SwapError):  # a write that was to fail
+                    swapper.close()
         self.engine.destroy()
         self.engine = None
+        self.alive.remove(self)
         gc.collect()
 
 
@@ -204,7 +219,8 @@ def main(module: str, folder: Path) -> None:
         except BaseException:
             results[name] = traceback.format_exc()
         fail("")
-        gc.collect()
+        for run in list(SmallRun.alive):
+            run.destroy()
     print(json.dumps(results))
 
 
