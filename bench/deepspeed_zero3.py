@@ -43,6 +43,18 @@ def configuration(folder: str, device: str, settings: dict[str, Any]) -> dict[st
     }
 
 
+def build(
+    deepspeed: Any, torch: Any, folder: str, blocks: int, device: str, settings: dict[str, Any]
+) -> Any:
+    config = configuration(folder, device, settings)
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = make_model(torch, blocks)
+    engine, *_ = deepspeed.initialize(
+        model=model, config=config, model_parameters=model.parameters()
+    )
+    return engine
+
+
 def begin() -> Callable[..., dict[str, Any]]:
     set_environment()
     import deepspeed
@@ -54,12 +66,7 @@ def begin() -> Callable[..., dict[str, Any]]:
     def answer(**request: Any) -> dict[str, Any]:
         nonlocal engine
         if request:
-            config = configuration(request["folder"], request["device"], request["settings"])
-            with deepspeed.zero.Init(config_dict_or_path=config):
-                model = make_model(torch, request["blocks"])
-            engine, *_ = deepspeed.initialize(
-                model=model, config=config, model_parameters=model.parameters()
-            )
+            engine = build(deepspeed, torch, **request)
             built = memory_nbytes()["peak_nbytes"]
             forget_peak()
             return {"build_peak_nbytes": built}

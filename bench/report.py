@@ -32,6 +32,10 @@ def cpu(usage: Usage) -> float:
     return usage.cpu_s_per_gb
 
 
+def wall(usage: Usage) -> float:
+    return usage.wall_s
+
+
 @dataclass(frozen=True)
 class Rounds:
     """`samples[variant][name]`: one a round."""

@@ -33,7 +33,7 @@ from fio import Fio, FioError, huge_pages
 from machine import facts
 from mlp import BLOCK_PARAMETERS, block_count
 from optimizer_floor import BytesAlone, Floor, UpdateAlone, floor_s
-from report import Report, Rounds, Samples, parser
+from report import Report, Rounds, Samples, parser, wall
 from worker import Worker, WorkerFailed
 
 from nvmeswap.cli.bench.folder import own_folder
@@ -43,10 +43,6 @@ from nvmeswap.cli.bench.usage import Usage
 _IN_FLIGHT_NBYTES = 160 << 20
 # Of DeepSpeed's peak: half, with room for what differs between runs.
 _SHARE_OF_PEAK = 0.47
-
-
-def wall(usage: Usage) -> float:
-    return usage.wall_s
 
 
 @dataclass

@@ -21,7 +21,7 @@ from typing import Any
 from deepspeed_search import Settings, search, search_once, tell
 from machine import facts
 from mlp import BLOCK_PARAMETERS, block_count
-from report import Report, Rounds, Samples, parser
+from report import Report, Rounds, Samples, parser, wall
 from worker import Worker, WorkerFailed
 from zero3_answers import PHASES
 from zero3_plot import draw
@@ -47,10 +47,6 @@ AXES: dict[str, list[Any]] = {
     "intra_op_parallelism": [1],
 }
 DEFAULT_COUNTS = {"optimizer_buffer_count": 4, "parameter_buffer_count": 5}
-
-
-def wall(usage: Usage) -> float:
-    return usage.wall_s
 
 
 @dataclass

@@ -44,7 +44,9 @@ class Partition:
     place: Place = Place.HELD
     buffer: HostBuffer | None = None
     read: StoreRequest | None = None
+    write: StoreRequest | None = None  # the last, until it is over
     is_on_drive: bool = False  # has space there
+    is_saved: bool = False  # and there is what the buffer has, or is being written
 
     @property
     def key(self) -> str:

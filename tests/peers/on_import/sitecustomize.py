@@ -1,15 +1,21 @@
-"""Put first on PYTHONPATH: whoever imports DeepSpeed, in whichever process, gets our engine."""
+"""Put first on PYTHONPATH: whoever imports DeepSpeed, in whichever process, gets ours.
+
+NVMESWAP_PEER_CALL names the function of nvmeswap.deepspeed that is called then, and each process
+that did so leaves a file with its id in the folder NVMESWAP_PEER_MARKS.
+"""
 
 from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 
 
-class _InjectAfter(importlib.abc.Loader):
+class _CallAfter(importlib.abc.Loader):
     def __init__(self, loader: importlib.abc.Loader) -> None:
         self._loader = loader
 
@@ -18,9 +24,10 @@ class _InjectAfter(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        from nvmeswap.deepspeed import inject_engine
+        import nvmeswap.deepspeed
 
-        inject_engine()
+        getattr(nvmeswap.deepspeed, os.environ["NVMESWAP_PEER_CALL"])()
+        Path(os.environ["NVMESWAP_PEER_MARKS"], str(os.getpid())).touch()
 
 
 class _DeepSpeedFinder(importlib.abc.MetaPathFinder):
@@ -31,7 +38,7 @@ class _DeepSpeedFinder(importlib.abc.MetaPathFinder):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         if spec is not None and spec.loader is not None:
-            spec.loader = _InjectAfter(spec.loader)
+            spec.loader = _CallAfter(spec.loader)
         return spec
 
 
