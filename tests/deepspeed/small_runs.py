@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -113,14 +114,9 @@ class SmallRun:
         return [self.step() for _ in range(steps)]
 
     def destroy(self) -> None:
-        """And its swap files: DeepSpeed keeps destroyed engines alive until another runs."""
-        swappers = {id(parameter.nvme_swapper): parameter.nvme_swapper
-                    for parameter in self.engine.module.parameters()}
-        for swapper in (self.engine.optimizer.optimizer_swapper, *swappers.values()):
-            if swapper is not None:
-                with contextlib.suppress(SwapError):  # a write that was to fail
-                    swapper.close()
-        self.engine.destroy()
+        """And with it its swap files."""
+        with contextlib.suppress(SwapError):  # of a write that was to fail
+            self.engine.destroy()
         self.engine = None
         self.alive.remove(self)
         gc.collect()
@@ -214,6 +210,7 @@ def run_cases(module: str, folder: Path) -> None:
 
 
 def outcome_of(case: Callable[[Path], None], folder: Path) -> str | None:
+    started = time.monotonic()
     try:
         case(folder)
     except BaseException:
@@ -222,6 +219,7 @@ def outcome_of(case: Callable[[Path], None], folder: Path) -> str | None:
         fail("")
         for run in list(SmallRun.alive):
             run.destroy()
+        print(f"{folder.name}: {time.monotonic() - started:.1f} s")
     return None
 
 
