@@ -1,10 +1,4 @@
-"""Small ZeRO-3 runs on NVMe and in memory, and the process in which all cases of a file are run.
-
-    python -m tests.deepspeed.small_runs MODULE FOLDER
-
-calls each function `case_...(folder)` of the module, with DeepSpeed's swapping replaced by ours, and
-prints one line of JSON: for each case None, or the traceback.
-"""
+"""Small ZeRO-3 runs on NVMe and in memory, and the process in which all cases of a file are run."""
 
 from __future__ import annotations
 
@@ -13,11 +7,12 @@ import functools
 import gc
 import importlib.util
 import json
+import multiprocessing
 import os
 import re
-import socket
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -27,21 +22,27 @@ import pytest
 import torch
 from torch import nn
 
+import nvmeswap.deepspeed
+from nvmeswap.deepspeed import files
+from nvmeswap.errors import SwapError
 from nvmeswap.io import Engine
+from tests.deepspeed.launch import ENVIRONMENT  # which has DeepSpeed imported beforehand
 
 MIB = 1 << 20
-ODD_WIDTHS = (512, 515, 511, 513)  # no layer's elements fill a sector
+ODD_WIDTHS = (512, 515, 513, 517)  # no layer's elements fill a sector
 engines: list[Engine] = []  # all that swappers opened; each fails when it is told to
 
 
 class Layers(nn.Module):
     """Linear layers of over 1 MiB each, with a bias that stays in memory."""
 
-    def __init__(self, widths: Sequence[int] = ODD_WIDTHS) -> None:
+    def __init__(
+        self, widths: Sequence[int] = ODD_WIDTHS, layer: type[nn.Linear] = nn.Linear
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(
-            nn.Linear(wide, out) for wide, out in zip(widths, (*widths[1:], widths[0]), strict=True)
+            layer(wide, out) for wide, out in zip(widths, (*widths[1:], widths[0]), strict=True)
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -61,7 +62,10 @@ def config_of(device: str, folder: Path | None, **changes: Any) -> dict[str, Any
         "zero_optimization": {
             "stage": 3,
             "sub_group_size": 600_000,
+            # Nothing stays gathered between its uses.
             "stage3_param_persistence_threshold": 0,
+            "stage3_max_live_parameters": 0,
+            "stage3_max_reuse_distance": 0,
             "offload_optimizer": place | {"buffer_count": 4, "pipeline_read": True,
                                           "pipeline_write": True, "pin_memory": False},
             "offload_param": place | {"buffer_count": 5, "buffer_size": 300_000, "max_in_cpu": 0,
@@ -80,7 +84,9 @@ def config_of(device: str, folder: Path | None, **changes: Any) -> dict[str, Any
 
 
 class SmallRun:
-    """A model in DeepSpeed's engine."""
+    """A model in DeepSpeed's engine, until the case is over."""
+
+    alive: list[SmallRun] = []
 
     def __init__(self, config: dict[str, Any], build: Callable[[], nn.Module] = Layers) -> None:
         import deepspeed
@@ -90,6 +96,7 @@ class SmallRun:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=trained)
         self.steps = 0
+        self.alive.append(self)
 
     def forward(self, sample: int = 0) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1000 * self.steps + sample)
@@ -107,8 +114,11 @@ class SmallRun:
         return [self.step() for _ in range(steps)]
 
     def destroy(self) -> None:
-        self.engine.destroy()
+        """And with it its swap files."""
+        with contextlib.suppress(SwapError):  # of a write that was to fail
+            self.engine.destroy()
         self.engine = None
+        self.alive.remove(self)
         gc.collect()
 
 
@@ -153,60 +163,72 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def names_of_cases(file: str) -> list[str]:
+    """Of the functions `case_...` in it."""
     return re.findall(r"(?m)^def (case_\w+)", Path(file).read_text())
 
 
-def outcomes_of_cases(module: str, folder: Path, mount_options: str) -> dict[str, str | None]:
-    """For each case None, or why it failed. Skips where there is no DeepSpeed, or no root."""
+def outcomes_of_cases(module: str, folder: Path) -> dict[str, str | None]:
+    """For each case None, or why it failed; `folder` is on a filesystem of its own, that of a fixed
+    size. Skips where there is no DeepSpeed, or no mounting."""
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")
-    mount = ["mount", "-t", "tmpfs", "-o", mount_options, "tmpfs", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=400m", "tmpfs", str(folder)]
     if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("can't mount a tmpfs")
-    command = [sys.executable, "-W", "ignore", "-m", "tests.deepspeed.small_runs", module]
+    os.environ.update(ENVIRONMENT)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    process = multiprocessing.get_context("forkserver").Process(
+        target=run_cases, args=(module, folder))
     try:
-        done = subprocess.run([*command, str(folder)], capture_output=True, text=True, timeout=600)
+        process.start()
+        process.join(600)
+        process.kill()
+        outcomes: dict[str, str | None] = json.loads((folder / "outcomes").read_text())
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    outcomes: dict[str, str | None] = json.loads(done.stdout.splitlines()[-1])
     return outcomes
+
+
+def run_cases(module: str, folder: Path) -> None:
+    """Of the module, one after the other; what becomes of them goes to the file "outcomes"."""
+    import deepspeed
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    # Else DeepSpeed compiles its collectives in shared memory, for a minute.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    install_with_faults()
+    outcomes: dict[str, str | None] = {}
+    for name, case in vars(importlib.import_module(module)).items():
+        if name.startswith("case_"):
+            (folder / name).mkdir()
+            outcomes[name] = outcome_of(case, folder / name)
+    (folder / "outcomes").write_text(json.dumps(outcomes))
+    os._exit(0)  # gloo's threads sometimes abort at a normal exit
+
+
+def outcome_of(case: Callable[[Path], None], folder: Path) -> str | None:
+    started = time.monotonic()
+    try:
+        case(folder)
+    except BaseException:
+        return traceback.format_exc()
+    finally:
+        fail("")
+        for run in list(SmallRun.alive):
+            run.destroy()
+        print(f"{folder.name}: {time.monotonic() - started:.1f} s")
+    return None
 
 
 def install_with_faults() -> None:
     """nvmeswap.deepspeed.install(), with engines that can be told to fail."""
-    from nvmeswap.deepspeed import files, install
 
     def open_engine(**options: Any) -> Engine:
         engines.append(Engine(fault_script="", **options))
         return engines[-1]
 
     vars(files)["Engine"] = open_engine
-    install()
-
-
-def main(module: str, folder: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ.update(DS_ACCELERATOR="cpu", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1",
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    install_with_faults()
-    cases = {name: case for name, case in vars(importlib.import_module(module)).items()
-             if name.startswith("case_")}
-    results: dict[str, str | None] = {}
-    for name, case in cases.items():
-        own = folder / name
-        own.mkdir()
-        try:
-            case(own)
-            results[name] = None
-        except BaseException:
-            results[name] = traceback.format_exc()
-        fail("")
-        gc.collect()
-    print(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    nvmeswap.deepspeed.install()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -51,6 +52,11 @@ def fill(folder: Path, free_nbytes: int) -> Path:
     with hog.open("r+b") as file:
         os.posix_fallocate(file.fileno(), 0, nbytes)
     return hog
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    while not is_so():
+        time.sleep(0.001)
 
 
 def drive_files(folder: Path) -> list[Path]:
@@ -168,6 +174,7 @@ def test_failed_read_ahead_is_no_error_of_another_parameter(
     driven.forget_copies()
     faulty[-1].inject("read 1 errno 5")
     driven.swapper.swap_in([ahead])
+    until(lambda: faulty[-1].stats().error_count > 0)
     driven.gather([demanded])
     assert demanded.is_right
     try:
@@ -186,6 +193,7 @@ def test_demand_waits_for_its_own_read_only(tmp_path: Path, faulty: list[Engine]
     faulty[-1].inject("read 1 never")
     driven.swapper.swap_in([ahead])
     assert ahead.ds_tensor.status is Status.INFLIGHT
+    until(lambda: faulty[-1].stats().in_flight_count > 0)
     driven.gather([demanded])
     assert demanded.is_right and ahead.ds_tensor.status is Status.INFLIGHT
     faulty[-1].inject("")
