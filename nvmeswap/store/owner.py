@@ -39,7 +39,10 @@ from nvmeswap.errors import SwapConfigError, SwapOwnerError, SwapPathError, Swap
 _ROOT = "nvmeswap"
 OWNER_FILE = "owner.json"
 MANIFEST_FILE = "manifest.json"
-_OUR_FILES = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*\.swp|manifest\.(json|partial)")
+SIDECAR_FILE = "nvmeswap_optimizer.json"  # what a copy of the folder needs to be a checkpoint
+_OUR_FILES = re.compile(
+    r"[A-Za-z0-9_-][A-Za-z0-9_.-]*\.swp|(manifest|nvmeswap_optimizer)\.(json|partial)"
+)
 _OUR_RUNS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _OUR_RANKS = re.compile(r"rank\d{5,}")
 _LOCK_TIMEOUT_S = 300.0  # a neighbour may be deleting a terabyte: 1 s for 10 GB with discard

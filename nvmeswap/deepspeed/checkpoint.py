@@ -1,0 +1,304 @@
+"""DeepSpeed's checkpoint of swapped states: it copies the swap folder, and copies it back.
+
+A copy has what the files lack in nvmeswap_optimizer.json (numbers of one version in `format`):
+
+    {"format": 1, "sub_groups": {"0_1": {"numel": 524289,
+        "master": {"dtype": "float32", "digest": "9c5a..."},
+        "states": {"exp_avg": {"dtype": "float32", "digest": "07b1..."}},
+        "values": {"step": {"dtype": "float32", "shape": [], "elements": [5.0]}}}}}
+
+`digest` is the xxh3_64 of the tensor's bytes, which are the first of its file; `values` are the
+states that are not swapped, tensors or plain numbers. A reader must refuse another format number.
+
+Whether something was copied in is seen by the files' times: those that we leave are to the
+nanosecond when the folder was asked for, and no copy has the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import warnings
+from collections.abc import Iterable, Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nvmeswap.deepspeed.raw_files import read_raw
+from nvmeswap.deepspeed.sub_group import Place, SubGroup, TensorContent
+from nvmeswap.deepspeed.traffic import Traffic
+from nvmeswap.errors import SwapChecksumError, SwapManifestError, SwapWriteError
+from nvmeswap.io.digest import digest
+from nvmeswap.store.owner import OWNER_FILE, SIDECAR_FILE
+
+_FORMAT = 1
+_MOST_ELEMENTS = 4096  # arbitrary: of a tensor in the JSON
+_OTHER_CHECKPOINT_FIX = "load a checkpoint of this model, at the same number of ranks"
+_DAMAGED_FIX = "copy the checkpoint again, or load another one"
+
+States = MutableMapping[torch.Tensor, dict[str, Any]]  # an optimizer's
+_Mark = tuple[int, int, int]  # of a file: when it was changed, its size, and which it is
+
+
+class CheckpointFolder:
+    """The swap folder as DeepSpeed's checkpoint sees it.
+
+    Threads: one at a time. Blocking: yes.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._owner = (folder / OWNER_FILE).read_bytes()
+        self._marks: dict[str, _Mark] = {}
+
+    @property
+    def is_published(self) -> bool:
+        """Whether there may be something to take in."""
+        return bool(self._marks)
+
+    def publish(self, groups: Iterable[SubGroup], states: States) -> None:
+        """All is in the files: adds what they lack. Raises SwapWriteError."""
+        content = {
+            "format": _FORMAT,
+            "sub_groups": {group.id: _group_to_json(group, states) for group in groups},
+        }
+        self._save(json.dumps(content))
+        self._marks = {}
+        for name in self._names():
+            now_ns = time.time_ns()
+            os.utime(self._folder / name, ns=(now_ns, now_ns))
+            self._marks[name] = _mark(self._folder / name)
+
+    def take_in(self, groups: Mapping[str, SubGroup], states: States, traffic: Traffic) -> None:
+        """Where a checkpoint was copied into the folder meanwhile, it becomes what the sub-groups
+        are. Raises SwapManifestError, SwapChecksumError, SwapReadError, each time until all is
+        taken; SwapSpaceError, SwapWriteError."""
+        arrived = {
+            name for name in self._names() if _mark(self._folder / name) != self._marks.get(name)
+        }
+        if arrived:
+            # It is another owner's now; ours is still locked, and says to people who we are.
+            (self._folder / OWNER_FILE).write_bytes(self._owner)
+            if SIDECAR_FILE in arrived:
+                self._take_saved(groups, states, traffic)
+            else:
+                self._take_bare(groups, states, traffic, arrived)
+            traffic.wait_for_writes()
+            for name in arrived - {SIDECAR_FILE}:
+                if not traffic.has_file(name):  # nobody's; it would be in the way of a new file
+                    (self._folder / name).unlink(missing_ok=True)
+        self._marks = {}
+
+    # --- a copy of ours --------------------------------------------------------------------------
+
+    def _take_saved(
+        self, groups: Mapping[str, SubGroup], states: States, traffic: Traffic
+    ) -> None:
+        saved = _load(self._folder / SIDECAR_FILE)
+        if saved.keys() != groups.keys():
+            raise self._differs("sub_groups", sorted(saved), sorted(groups))
+        for group in groups.values():
+            facts = saved[group.id]
+            if facts["numel"] != group.numel:
+                raise self._differs(f"numel of {group.id}", facts["numel"], group.numel)
+            traffic.discard(group)
+            self._take_states(group, facts, states)
+            digests = {group.master.key: facts["master"]["digest"]}
+            for name, state in facts["states"].items():
+                digests[group.states[name].key] = state["digest"]
+            self._take_files(group, digests, traffic)
+
+    def _take_states(self, group: SubGroup, facts: Mapping[str, Any], states: States) -> None:
+        """The optimizer has the states that were saved, swapped ones empty."""
+        values = states.setdefault(group.parameter, {})
+        for name in group.states.keys() - facts["states"].keys():
+            del group.states[name]
+            values.pop(name, None)
+        self._check_dtype(group.master, facts["master"])
+        for name, state in facts["states"].items():
+            if name not in group.states:
+                values[name] = torch.empty(0, dtype=getattr(torch, state["dtype"]))
+                key = f"{name}-{group.id}"
+                group.states[name] = TensorContent(key, group.numel, values[name])
+            self._check_dtype(group.states[name], state)
+        values.update({name: _from_json(value) for name, value in facts["values"].items()})
+        if not values:
+            del states[group.parameter]
+
+    # --- a copy of DeepSpeed's -------------------------------------------------------------------
+
+    def _take_bare(
+        self,
+        groups: Mapping[str, SubGroup],
+        states: States,
+        traffic: Traffic,
+        arrived: set[str],
+    ) -> None:
+        """Files alone: states count where the optimizer has them, for its step is not in a file."""
+        lost_count = 0
+        for group in groups.values():
+            if group.master.file_name not in arrived:
+                raise self._differs("sub_groups", sorted(arrived), group.master.file_name)
+            traffic.discard(group)
+            mine = {content.file_name for content in group.states.values()}
+            theirs = {name for name in arrived if name.endswith(f"-{group.master.file_name}")}
+            if mine != theirs:
+                group.states.clear()
+                states.pop(group.parameter, None)
+                lost_count += 1
+            self._take_files(group, {}, traffic)
+        if lost_count:
+            warnings.warn(
+                f"the checkpoint copied to {self._folder} has no {SIDECAR_FILE}, so the states "
+                f"of {lost_count} sub-groups can't be told: masters are as saved, and the "
+                "optimizer's states start from zero",
+                stacklevel=5,
+            )
+
+    # --- files -----------------------------------------------------------------------------------
+
+    def _take_files(
+        self, group: SubGroup, digests: Mapping[str, str], traffic: Traffic
+    ) -> None:
+        """Reads what was copied, and writes it as our own."""
+        try:
+            for content in group.contents:
+                traffic.fill(group, content)
+                self._read(content, digests.get(content.key))
+        except BaseException:
+            traffic.discard(group)
+            raise
+        for content in group.contents:
+            if not traffic.has_file(content.file_name):
+                (self._folder / content.file_name).unlink()
+        group.place = Place.KEPT
+        traffic.depart(group, wait=False)
+
+    def _read(self, content: TensorContent, wanted: str | None) -> None:
+        path = self._folder / content.file_name
+        nbytes = path.stat().st_size if path.exists() else 0
+        if nbytes < content.nbytes:
+            raise SwapManifestError(
+                f'"{content.key}" has {content.nbytes:_} bytes, its file {nbytes:_}',
+                field="nbytes", path=path, fix=_DAMAGED_FIX,
+            )
+        assert content.memory is not None
+        read_raw(path, content.dtype, content.memory)
+        content.is_stored = False
+        got = f"{digest(content.memory):016x}"
+        if wanted not in (None, got):
+            raise SwapChecksumError(
+                f'"{content.key}" is not what was saved', path=path, wanted_nbytes=content.nbytes,
+                cause=f"xxh3_64 expected {wanted}, got {got}", fix=_DAMAGED_FIX,
+            )
+
+    def _check_dtype(self, content: TensorContent, saved: Mapping[str, str]) -> None:
+        here = _name_of(content.dtype)
+        if here != saved["dtype"]:
+            raise self._differs(f"dtype of {content.key}", saved["dtype"], here)
+
+    def _names(self) -> list[str]:
+        """The files that a checkpoint consists of."""
+        return [
+            name
+            for name in os.listdir(self._folder)
+            if name == SIDECAR_FILE or (name.endswith(".swp") and "gradient" not in name)
+        ]
+
+    def _save(self, text: str) -> None:
+        path = self._folder / SIDECAR_FILE
+        partial = path.with_suffix(".partial")
+        try:
+            partial.unlink(missing_ok=True)
+            with open(partial, "x", opener=_open_private) as file:
+                file.write(text)
+            partial.replace(path)
+        except OSError as error:
+            raise SwapWriteError(
+                "the states' description can't be written", path=path, errno=error.errno,
+                intact="all states", fix="free space there",
+            ) from error
+
+    def _differs(self, field: str, saved: object, here: object) -> SwapManifestError:
+        return SwapManifestError(
+            f"the checkpoint is of something else: {field} saved {saved}, here {here}",
+            field=field, path=self._folder / SIDECAR_FILE, fix=_OTHER_CHECKPOINT_FIX,
+        )
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+
+
+def _mark(path: Path) -> _Mark:
+    facts = path.stat()
+    return facts.st_mtime_ns, facts.st_size, facts.st_ino
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """The sub-groups. Raises SwapManifestError."""
+    try:
+        content = json.loads(path.read_text())
+        if content["format"] == _FORMAT:
+            return dict(content["sub_groups"])
+        what = f"its format is {content['format']}, not {_FORMAT}"
+    except (ValueError, KeyError, TypeError) as error:
+        what = f"{type(error).__name__}: {error}"
+    raise SwapManifestError(
+        f"the states' description can't be read ({what})", field="format", path=path,
+        fix=_DAMAGED_FIX,
+    )
+
+
+def _group_to_json(group: SubGroup, states: States) -> dict[str, Any]:
+    values = states.get(group.parameter, {})
+    others = {name: value for name, value in values.items() if name not in group.states}
+    return {
+        "numel": group.numel,
+        "master": _content_to_json(group.master),
+        "states": {name: _content_to_json(content) for name, content in group.states.items()},
+        "values": {
+            name: _to_json(value) for name, value in others.items() if _is_told(name, value)
+        },
+    }
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _content_to_json(content: TensorContent) -> dict[str, str]:
+    assert content.is_stored and content.digest is not None
+    return {"dtype": _name_of(content.dtype), "digest": f"{content.digest:016x}"}
+
+
+def _is_told(name: str, value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        told = value.numel() <= _MOST_ELEMENTS and not value.is_complex()
+    else:
+        told = value is None or isinstance(value, bool | int | float | str)
+    if not told:
+        warnings.warn(
+            f'the optimizer\'s state "{name}" is kept in memory and will not be in the checkpoint',
+            stacklevel=6,
+        )
+    return told
+
+
+def _to_json(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return {
+        "dtype": _name_of(value.dtype),
+        "shape": list(value.shape),
+        "elements": value.detach().flatten().tolist(),
+    }
+
+
+def _from_json(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    elements = torch.tensor(value["elements"], dtype=getattr(torch, value["dtype"]))
+    return elements.reshape(value["shape"])

@@ -1,0 +1,196 @@
+"""`install`: DeepSpeed's own scripts and JSON, with our swappers and our engine below them.
+
+What is replaced, all of it or nothing (names of DeepSpeed 0.19.8):
+
+- `zero.partition_parameters.AsyncPartitionedParameterSwapper`, where `zero.Init` makes one;
+- `zero.stage3.PartitionedOptimizerSwapper` and `PipelinedOptimizerSwapper`;
+- `Init._ensure_availability_of_partitioned_params`: it asks for some parameters and waits for all
+  reads; ours waits for those asked for;
+- `DeepSpeedZeroOptimizer_Stage3._partitioned_params_swap_out`: it updates a partition that was read
+  ahead in memory alone, and that update is lost when the memory is given back;
+- the I/O engine, under all of them and FastPersist (inject.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from nvmeswap.deepspeed.inject import inject_engine, withdraw_engine
+from nvmeswap.deepspeed.optimizer_swapper import OptimizerSwapper
+from nvmeswap.deepspeed.param_swapper import ParameterSwapper
+from nvmeswap.errors import SwapConfigError
+
+TESTED_VERSION = "0.19.8"
+_ZERO = "deepspeed.runtime.zero"
+_PARTITIONING = f"{_ZERO}.partition_parameters"
+_STAGE3 = f"{_ZERO}.stage3"
+_SWAPPING = "deepspeed.runtime.swap_tensor"
+
+
+class _Needed(NamedTuple):
+    """A place in DeepSpeed that is replaced or used, and the parameters that it must have."""
+
+    module: str
+    path: str
+    parameters: tuple[str, ...] | None = None
+
+
+_SURFACE = (
+    _Needed(_PARTITIONING, "AsyncPartitionedParameterSwapper.__init__",
+            ("self", "ds_config", "model_dtype")),
+    _Needed(_PARTITIONING, "AsyncPartitionedParameterSwapper.swap_in",
+            ("self", "params", "async_op", "swap_in_buffers")),
+    _Needed(_PARTITIONING, "AsyncPartitionedParameterSwapper.swap_out_and_release",
+            ("self", "params", "async_op", "force_buffer_release")),
+    _Needed(_PARTITIONING, "AsyncPartitionedParameterSwapper.swap_out_partitioned_params",
+            ("self", "dst_fp16_params", "src_fp32_params")),
+    _Needed(_PARTITIONING, "AsyncPartitionedParameterSwapper.get_buffer",
+            ("self", "param", "numel")),
+    _Needed(_PARTITIONING, "PartitionedParamStatus.AVAILABLE"),
+    _Needed(_PARTITIONING, "PartitionedParamStatus.NOT_AVAILABLE"),
+    _Needed(_PARTITIONING, "PartitionedParamStatus.INFLIGHT"),
+    _Needed(_PARTITIONING, "Init._ensure_availability_of_partitioned_params", ("self", "params")),
+    _Needed(_STAGE3, "DeepSpeedZeroOptimizer_Stage3._partitioned_params_swap_out", ("self", "i")),
+    *(
+        _Needed(_STAGE3, f"{swapper}.{method}", parameters)
+        for swapper in ("PartitionedOptimizerSwapper", "PipelinedOptimizerSwapper")
+        for method, parameters in (
+            ("__init__", ("self", "swap_config", "aio_config", "base_folder", "optimizer",
+                          "largest_numel", "device", "dtype", "timers")),
+            ("swap_in_optimizer_state", ("self", "parameter", "async_parameter")),
+            ("swap_out_optimizer_state", ("self", "parameter", "async_swap")),
+            ("swap_out_gradients", ("self", "parameter", "gradient_offsets", "gradient_tensors")),
+            ("release_swap_buffers", ("self", "parameter")),
+            ("writeback_optimizer_state_and_gradients",
+             ("self", "parameter", "write_opt_state", "write_gradients")),
+            ("initialize_parameters", ("self", "parameters", "src_tensors")),
+            ("purge_state", ("self",)),
+        )
+    ),
+)
+
+_replaced: list[tuple[Any, str, Any]] = []  # where, name, what was there
+
+
+def install() -> None:
+    """Put our swappers and engine below DeepSpeed, in this process; before `deepspeed.zero.Init`
+    and `deepspeed.initialize`. What was built earlier keeps DeepSpeed's. May be repeated.
+
+    Raises SwapConfigError, naming what is missing, for a DeepSpeed whose inside differs from
+    0.19.8's where it matters; then nothing is changed. Blocks for importing DeepSpeed. Not
+    thread-safe.
+    """
+    if _replaced:
+        return
+    modules = _check_surface()
+    inject_engine()
+    partitioning, stage3 = modules[_PARTITIONING], modules[_STAGE3]
+    status = partitioning.PartitionedParamStatus
+    _replace(partitioning, "AsyncPartitionedParameterSwapper",
+             functools.partial(ParameterSwapper, status=status))
+    _replace(stage3, "PartitionedOptimizerSwapper", OptimizerSwapper)
+    _replace(stage3, "PipelinedOptimizerSwapper", OptimizerSwapper)
+    init, zero = partitioning.Init, stage3.DeepSpeedZeroOptimizer_Stage3
+    _replace(init, "_ensure_availability_of_partitioned_params",
+             _make_available(init._ensure_availability_of_partitioned_params))
+    _replace(zero, "_partitioned_params_swap_out",
+             _swap_out_partitions(zero._partitioned_params_swap_out))
+
+
+def uninstall() -> None:
+    """Put back what `install` replaced. What was built meanwhile keeps ours. May be repeated."""
+    while _replaced:
+        owner, name, former = _replaced.pop()
+        setattr(owner, name, former)
+    withdraw_engine()
+
+
+def is_installed() -> bool:
+    """Whether DeepSpeed would build on ours now."""
+    return bool(_replaced)
+
+
+def _replace(owner: Any, name: str, ours: Any) -> None:
+    _replaced.append((owner, name, vars(owner)[name]))
+    setattr(owner, name, ours)
+
+
+def _check_surface() -> dict[str, Any]:
+    """The modules. Raises SwapConfigError."""
+    modules: dict[str, Any] = {}
+    missing: list[str] = []
+    for needed in _SURFACE:
+        try:
+            module = modules[needed.module] = importlib.import_module(needed.module)
+        except ImportError as error:
+            raise SwapConfigError(
+                "DeepSpeed can't be imported", cause=str(error),
+                fix=f"pip install deepspeed=={TESTED_VERSION}",
+            ) from error
+        found: Any = module
+        for name in needed.path.split("."):
+            found = getattr(found, name, None)
+        if found is None:
+            missing.append(f"{needed.module}.{needed.path}")
+        elif needed.parameters is not None:
+            got = tuple(inspect.signature(found).parameters)
+            if got != needed.parameters:
+                missing.append(f"{needed.module}.{needed.path}({', '.join(needed.parameters)}), "
+                               f"which has ({', '.join(got)})")
+    if missing:
+        version = getattr(importlib.import_module("deepspeed"), "__version__", "of unknown version")
+        raise SwapConfigError(
+            f"DeepSpeed {version} lacks what our swappers stand on, so nothing was replaced",
+            cause="; ".join(missing), fix=f"use DeepSpeed {TESTED_VERSION}",
+        )
+    return modules
+
+
+def _make_available(former: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """For `Init`: `former` where the parameters are not ours."""
+
+    def ensure_availability(self: Any, params: Any) -> None:
+        params = list(params)
+        ours = [
+            param for param in params
+            if isinstance(getattr(param, "nvme_swapper", None), ParameterSwapper)
+            and param.nvme_swapper.is_swapped_out(param)
+        ]
+        if ours:
+            ours[0].nvme_swapper.make_available(ours)
+        others = [param for param in params if not isinstance(
+            getattr(param, "nvme_swapper", None), ParameterSwapper)]
+        if others:
+            former(self, others)
+
+    return ensure_availability
+
+
+def _swap_out_partitions(former: Callable[[Any, int], None]) -> Callable[[Any, int], None]:
+    """For the ZeRO-3 optimizer: every partition that lives on NVMe is written, wherever it is just
+    now."""
+
+    def swap_out(self: Any, i: int) -> None:
+        params = self.fp16_groups[i]
+        if not isinstance(getattr(params[0], "nvme_swapper", None), ParameterSwapper):
+            former(self, i)
+            return
+        master = self.fp32_partitioned_groups_flat[i]
+        sources = master.split([param.ds_tensor.ds_numel for param in params])
+        on_drive = []
+        for param, source in zip(params, sources, strict=True):
+            if param.ds_tensor.final_location == "nvme":
+                on_drive.append((param, source))
+            else:
+                param.ds_tensor.data.copy_(source.data)
+        if on_drive:
+            params[0].nvme_swapper.swap_out_partitioned_params(
+                dst_fp16_params=[param for param, _ in on_drive],
+                src_fp32_params=[source.data for _, source in on_drive],
+            )
+
+    return swap_out
