@@ -6,8 +6,8 @@ What it needs: tests/peers/deepspeed_checkout.py. Prints both results of each te
 said that pass without us alone; there the exit status is 1.
 
 test_nvme_checkpointing wants fp16, which few CPUs have. Copies of it, made at run time, train in
-bf16 and in fp32: `test_nvme_checkpointing_bf16`, `test_nvme_checkpointing_fp32`. One line of the
-harness is changed too, in the temporary copy: without it, comparing fails on a CPU.
+bf16 and in fp32: `test_nvme_checkpointing_bf16`, `test_nvme_checkpointing_fp32`. Two lines of
+the harness are changed too, in the temporary copy: as they are, comparing fails on a CPU.
 """
 
 from __future__ import annotations
@@ -60,9 +60,10 @@ def prepare(tests: Path) -> None:
             r"torch\.float16": dtype,
         })
     harness = tests / "unit/common.py"
-    _rewrite(harness, harness, {  # else a tensor on "0", which is the CPU's name nowhere else
+    _rewrite(harness, harness, {  # else a tensor on the device "0", and one that gloo can't gather
         r"device = get_accelerator\(\)\.current_device\(\)":
             "device = get_accelerator().current_device_name()",
+        r"torch\.tensor\(1 if flag else 0,": "torch.tensor([1 if flag else 0],",
     })
 
 
