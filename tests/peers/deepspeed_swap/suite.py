@@ -107,10 +107,15 @@ def tell(pairs: list[Pair]) -> None:
         print(f"skipped: {reason}")
     for name, pair in zip(names, pairs, strict=True):
         if pair.stock.result in ("failed", "hung"):
-            print(f"\nstock, {name}: {pair.stock.text.rstrip().rpartition(chr(10))[2]}")
+            print(f"\nstock, {name}: {_traceback(pair.stock)[-1]}")
     for name, pair in zip(names, pairs, strict=True):
         if pair.worse:
-            print(f"\nours, {name}:\n{pair.ours.text}")
+            print(f"\nours, {name}:", *_traceback(pair.ours), sep="\n")
+
+
+def _traceback(case: Case) -> list[str]:
+    """Lines of the rank's, without pytest's of the process that waited for it."""
+    return case.text.partition('"""\n\nThe above exception')[0].rstrip().split("\n")
 
 
 def main() -> int:
