@@ -113,9 +113,11 @@ class CheckpointFolder:
     def _take_states(self, group: SubGroup, facts: Mapping[str, Any], states: States) -> None:
         """The optimizer has the states that were saved, swapped ones empty."""
         values = states.setdefault(group.parameter, {})
-        for name in group.states.keys() - facts["states"].keys():
-            del group.states[name]
-            values.pop(name, None)
+        if gone := group.states.keys() - facts["states"].keys():
+            values.clear()  # what an optimizer keeps beside these is worth nothing without them
+            for name in gone:
+                del group.states[name]
+            values.update({name: content.tensor for name, content in group.states.items()})
         self._check_dtype(group.master, facts["master"])
         for name, state in facts["states"].items():
             if name not in group.states:

@@ -8,6 +8,7 @@ What is replaced, all of it or nothing (names of DeepSpeed 0.19.8):
   reads; ours waits for those asked for;
 - `DeepSpeedZeroOptimizer_Stage3._partitioned_params_swap_out`: it updates a partition that was read
   ahead in memory alone, and that update is lost when the memory is given back;
+- `DeepSpeedZeroOptimizer_Stage3.destroy`: it gives memory and files back;
 - the I/O engine, under all of them and FastPersist (inject.py).
 """
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from nvmeswap.deepspeed.inject import inject_engine, withdraw_engine
@@ -55,6 +56,7 @@ _SURFACE = (
     _Needed(_PARTITIONING, "PartitionedParamStatus.INFLIGHT"),
     _Needed(_PARTITIONING, "Init._ensure_availability_of_partitioned_params", ("self", "params")),
     _Needed(_STAGE3, "DeepSpeedZeroOptimizer_Stage3._partitioned_params_swap_out", ("self", "i")),
+    _Needed(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.destroy", ("self",)),
     *(
         _Needed(_STAGE3, f"{swapper}.{method}", parameters)
         for swapper in ("PartitionedOptimizerSwapper", "PipelinedOptimizerSwapper")
@@ -99,6 +101,7 @@ def install() -> None:
              _make_available(init._ensure_availability_of_partitioned_params))
     _replace(zero, "_partitioned_params_swap_out",
              _swap_out_partitions(zero._partitioned_params_swap_out))
+    _replace(zero, "destroy", _destroy(zero.destroy))
 
 
 def uninstall() -> None:
@@ -155,15 +158,9 @@ def _make_available(former: Callable[[Any, Any], None]) -> Callable[[Any, Any], 
 
     def ensure_availability(self: Any, params: Any) -> None:
         params = list(params)
-        ours = [
-            param for param in params
-            if isinstance(getattr(param, "nvme_swapper", None), ParameterSwapper)
-            and param.nvme_swapper.is_swapped_out(param)
-        ]
-        if ours:
-            ours[0].nvme_swapper.make_available(ours)
-        others = [param for param in params if not isinstance(
-            getattr(param, "nvme_swapper", None), ParameterSwapper)]
+        for swapper, its_params in _by_swapper(params).items():
+            swapper.make_available([param for param in its_params if swapper.is_out(param)])
+        others = [param for param in params if not _is_ours(param)]
         if others:
             former(self, others)
 
@@ -176,21 +173,46 @@ def _swap_out_partitions(former: Callable[[Any, int], None]) -> Callable[[Any, i
 
     def swap_out(self: Any, i: int) -> None:
         params = self.fp16_groups[i]
-        if not isinstance(getattr(params[0], "nvme_swapper", None), ParameterSwapper):
+        if not _is_ours(params[0]):
             former(self, i)
             return
-        master = self.fp32_partitioned_groups_flat[i]
-        sources = master.split([param.ds_tensor.ds_numel for param in params])
-        on_drive = []
-        for param, source in zip(params, sources, strict=True):
-            if param.ds_tensor.final_location == "nvme":
-                on_drive.append((param, source))
-            else:
-                param.ds_tensor.data.copy_(source.data)
-        if on_drive:
-            params[0].nvme_swapper.swap_out_partitioned_params(
-                dst_fp16_params=[param for param, _ in on_drive],
-                src_fp32_params=[source.data for _, source in on_drive],
+        master = self.fp32_partitioned_groups_flat[i].data
+        pieces = master.split([param.ds_tensor.ds_numel for param in params])
+        sources = {id(param): piece for param, piece in zip(params, pieces, strict=True)}
+        on_drive = [param for param in params if param.ds_tensor.final_location == "nvme"]
+        for param in params:
+            if param.ds_tensor.final_location != "nvme":
+                param.ds_tensor.data.copy_(sources[id(param)])
+        for swapper, its_params in _by_swapper(on_drive).items():
+            swapper.swap_out_partitioned_params(
+                its_params, [sources[id(param)] for param in its_params]
             )
 
     return swap_out
+
+
+def _destroy(former: Callable[[Any], None]) -> Callable[[Any], None]:
+    """For the ZeRO-3 optimizer: DeepSpeed keeps the model of a destroyed engine, and all that hangs
+    on it, in tables of its own. The parameters stay readable."""
+
+    def destroy(self: Any) -> None:
+        swappers = _by_swapper([param for group in self.fp16_groups for param in group])
+        former(self)
+        if isinstance(self.optimizer_swapper, OptimizerSwapper):
+            self.optimizer_swapper.close()
+        for swapper in swappers:
+            swapper.trim()
+
+    return destroy
+
+
+def _is_ours(param: Any) -> bool:
+    return isinstance(getattr(param, "nvme_swapper", None), ParameterSwapper)
+
+
+def _by_swapper(params: Sequence[Any]) -> dict[ParameterSwapper, list[Any]]:
+    """Those of ours, grouped: models made under several `zero.Init` have several."""
+    groups: dict[ParameterSwapper, list[Any]] = {}
+    for param in filter(_is_ours, params):
+        groups.setdefault(param.nvme_swapper, []).append(param)
+    return groups

@@ -31,10 +31,14 @@ Partition = tuple[torch.Tensor, int, str | None]
 class SwapConfig(Protocol):
     """DeepSpeed's block offload_optimizer, as far as it matters here."""
 
-    nvme_path: str | os.PathLike[str]
-    buffer_count: int
-    pipeline_read: bool
-    pipeline_write: bool
+    @property
+    def nvme_path(self) -> str | os.PathLike[str]: ...
+    @property
+    def buffer_count(self) -> int: ...
+    @property
+    def pipeline_read(self) -> bool: ...
+    @property
+    def pipeline_write(self) -> bool: ...
 
 
 class OptimizerSwapper:

@@ -13,6 +13,7 @@ DeepSpeed's rules are kept (its own status enum, 0-dim data of what is on NVMe).
 
 from __future__ import annotations
 
+import errno
 import threading
 import weakref
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from nvmeswap.deepspeed.buffers import HostBuffer, HostBuffers
 from nvmeswap.deepspeed.partition import Partition
 from nvmeswap.deepspeed.residence import Residence
 from nvmeswap.deepspeed.space import open_store
-from nvmeswap.errors import SwapUsageError
+from nvmeswap.errors import SwapSpaceError, SwapUsageError, SwapWriteError
 from nvmeswap.stats import StoreStats
 
 SWAPPABLE_NBYTES = 1 << 20  # as in DeepSpeed, where it grows with aio.block_size
@@ -165,7 +166,7 @@ class ParameterSwapper:
             else:
                 self.make_available(params)
 
-    def is_swapped_out(self, param: Any) -> bool:
+    def is_out(self, param: Any) -> bool:
         """Whether DeepSpeed must ask for the partition before it can use it."""
         partition = self._partitions.get(param.ds_id)
         return param.ds_tensor.status is not self._status.AVAILABLE or (
@@ -209,7 +210,7 @@ class ParameterSwapper:
             if partition is not None and partition.is_on_drive:
                 copy = torch.empty(partition.numel, dtype=partition.dtype)
                 self._residence.read_into(partition, copy)
-                path.write_bytes(copy.view(torch.uint8).numpy().tobytes())
+                _write_raw(path, copy)
             elif must_exist:
                 raise SwapUsageError(f"parameter {param.ds_id} was never written", path=path)
         return str(path)
@@ -227,6 +228,13 @@ class ParameterSwapper:
         with self._lock:
             while self._reserved:
                 self._buffers.give_back(self._reserved.pop())
+
+    def trim(self) -> None:
+        """Give back the memory of all that is on NVMe and not in use."""
+        with self._lock:
+            self._residence.synchronize_writes()
+            self._residence.forget_copies()
+            self._buffers.close()
 
     def stats(self) -> StoreStats:
         """Counters since the start."""
@@ -251,3 +259,15 @@ class ParameterSwapper:
                                  fix="write it first, by get_buffer and swap_out_and_release")
         partition.param = param
         return partition
+
+
+def _write_raw(path: Path, tensor: torch.Tensor) -> None:
+    try:
+        path.write_bytes(tensor.view(torch.uint8).numpy().tobytes())
+    except OSError as error:
+        kind = SwapSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else SwapWriteError
+        raise kind(
+            "a partition could not be copied to a file of its own", path=path,
+            wanted_nbytes=tensor.nbytes, errno=error.errno, intact="what is stored",
+            fix="free space on this filesystem, or leave offload_optimizer.fast_init out",
+        ) from error

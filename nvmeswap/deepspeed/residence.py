@@ -15,7 +15,7 @@ import torch
 
 from nvmeswap.deepspeed.buffers import HostBuffer, HostBuffers
 from nvmeswap.deepspeed.partition import Partition, Place
-from nvmeswap.errors import SwapError
+from nvmeswap.errors import SwapError, SwapTimeoutError
 from nvmeswap.io import Lane
 from nvmeswap.store.manifest import TensorSpec
 from nvmeswap.store.store import Store, StoreRequest
@@ -43,7 +43,7 @@ class Residence:
         self._reading: dict[Partition, None] = {}  # or READY, in the order they were asked for
         self._cached: OrderedDict[Partition, None] = OrderedDict()  # the longest unused first
         self._writes: deque[_Write] = deque()
-        self._placeholder = torch.tensor(1, dtype=torch.float16)
+        self._placeholders: dict[torch.dtype, torch.Tensor] = {}
 
     @property
     def left_nbytes(self) -> int:
@@ -82,10 +82,13 @@ class Residence:
         """Waits for it. Its buffer is kept as a copy of what is stored, or, if it failed, as the
         only one; unless the partition was written once more since, or is in memory again."""
         partition = write.partition
-        error: BaseException | None = None
+        error: SwapError | None = None
         try:
             write.request.wait()
-        except BaseException as raised:
+        except SwapTimeoutError:  # the drive may still read the buffer
+            self._writes.appendleft(write)
+            raise
+        except SwapError as raised:
             error = raised
         is_last = partition.write is write.request
         if is_last:
@@ -105,10 +108,12 @@ class Residence:
 
     def synchronize_writes(self) -> None:
         """Waits for all writes; raises the first error, after all."""
-        errors: list[BaseException] = []
+        errors: list[SwapError] = []
         while self._writes:
             try:
                 self._end_write(self._writes.popleft())
+            except SwapTimeoutError:
+                raise
             except SwapError as error:
                 errors.append(error)
         if errors:
@@ -206,6 +211,13 @@ class Residence:
             self._cached[partition] = None
             self.hide(partition.param)
 
+    def forget_copies(self) -> None:
+        """Gives back the memory of what is on NVMe as well."""
+        for partition in list(self._reading):
+            self._forget_read(partition)
+        while self._cached:
+            self._drop_oldest()
+
     def release(self, partition: Partition) -> None:
         """DeepSpeed needs it no longer."""
         self._forget_read(partition)
@@ -242,10 +254,7 @@ class Residence:
         """Memory, at the cost of what needs it less; None only for what is not demanded."""
         while (buffer := self._buffers.take(nbytes)) is None:
             if self._cached:
-                partition, _ = self._cached.popitem(last=False)
-                assert partition.buffer is not None
-                self._buffers.give_back(partition.buffer)
-                partition.buffer, partition.place = None, Place.STORED
+                self._drop_oldest()
             elif not is_demand:
                 return None
             elif self._writes:
@@ -257,11 +266,19 @@ class Residence:
                 return self._buffers.take_beyond(nbytes)
         return buffer
 
+    def _drop_oldest(self) -> None:
+        partition, _ = self._cached.popitem(last=False)
+        assert partition.buffer is not None
+        self._buffers.give_back(partition.buffer)
+        partition.buffer, partition.place = None, Place.STORED
+
     def _show(self, partition: Partition) -> None:
         partition.param.ds_tensor.data = partition.view()
         partition.param.ds_tensor.status = self._status.AVAILABLE
 
     def hide(self, param: Any) -> None:
         """DeepSpeed's tensor shows nothing."""
-        param.ds_tensor.data = self._placeholder.data
+        dtype = param.ds_tensor.dtype
+        placeholder = self._placeholders.setdefault(dtype, torch.tensor(1, dtype=dtype))
+        param.ds_tensor.data = placeholder.data
         param.ds_tensor.status = self._status.NOT_AVAILABLE

@@ -58,23 +58,21 @@ class Traffic:
         if group is self._ahead:
             self._ahead = None
         self._end_those_of(group.contents, keeps=True)
-        if group.place in (Place.AWAY, Place.COMING):
-            self._start_reading(group, Lane.DEMAND)
+        if group.place is not Place.BOUND:
+            self._read(group.contents, group, Lane.DEMAND)
             self._finish_reading(group)
             group.place = Place.KEPT
 
     def load_ahead(self, group: SubGroup) -> None:
         """Starts to read it, and its gradient, if there is room."""
-        if group.place is not Place.AWAY or self._ahead is not None:
+        if group.place not in (Place.AWAY, Place.KEPT) or self._ahead is not None:
             return
         missing: list[Content] = [each for each in group.contents if each.memory is None]
         if (gradient := group.gradient) is not None and gradient.memory is None:
             missing.append(gradient)
-        if sum(each.nbytes for each in missing) > self._buffers.left_nbytes:
+        if not missing or sum(each.nbytes for each in missing) > self._buffers.left_nbytes:
             return
-        self._start_reading(group, Lane.PREFETCH)
-        if gradient in missing:
-            self._read([gradient], group, Lane.PREFETCH)
+        self._read(missing, group, Lane.PREFETCH)
         group.place = Place.COMING
         self._ahead = group
 
@@ -126,12 +124,14 @@ class Traffic:
             if group.gradient is not None and group.gradient.finish() is not None:
                 self._give_back(group.gradient)
         self._end_those_of(group.contents, keeps=True)
-        if group.place is Place.BOUND:
+        was_bound = group.place is Place.BOUND
+        if was_bound:
             group.unbind()
         for content in group.contents:
             content.finish()
             if content.is_stored:
-                self._give_back(content)
+                # DeepSpeed on a CPU has given its user views of it, which must not change now.
+                self._give_back(content, has_views=was_bound)
         away = all(content.memory is None for content in group.contents)
         group.place = Place.AWAY if away else Place.KEPT
 
@@ -265,10 +265,10 @@ class Traffic:
         if group is not None:
             group.place = Place.KEPT if keeps else Place.AWAY
 
-    def _give_back(self, content: Content) -> None:
+    def _give_back(self, content: Content, *, has_views: bool = False) -> None:
         buffer = content.leave_memory()
         if buffer is not None:
-            self._buffers.give_back(buffer)
+            (self._buffers.drop if has_views else self._buffers.give_back)(buffer)
 
     # --- the store -------------------------------------------------------------------------------
 
@@ -295,9 +295,6 @@ class Traffic:
         if content.file_name not in self._files:
             self._store.create_file(content.file_name, {content.key: content.spec})
             self._files.add(content.file_name)
-
-    def _start_reading(self, group: SubGroup, lane: Lane) -> None:
-        self._read(group.contents, group, lane)
 
     def _read(self, contents: Sequence[Content], group: SubGroup, lane: Lane) -> None:
         """Starts to read those that are not in memory; all or none."""
