@@ -40,7 +40,7 @@ class HostBuffer:
     def close(self) -> None:
         """For `HostBuffers`: the memory goes when the last view of it does."""
         self._arena.close()
-        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class HostBuffers:

@@ -140,7 +140,7 @@ class CheckpointFolder:
         self._check_dtype(group.master, facts["master"])
         for name, state in facts["states"].items():
             if name not in group.states:
-                values[name] = torch.empty(0, dtype=getattr(torch, state["dtype"]))
+                values[name] = torch.empty(0, dtype=getattr(torch, state["dtype"]), device="cpu")
                 key = f"{name}-{group.id}"
                 group.states[name] = TensorContent(key, group.numel, values[name])
             self._check_dtype(group.states[name], state)
@@ -321,5 +321,5 @@ def _to_json(value: Any) -> Any:
 def _from_json(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
-    elements = torch.tensor(value["elements"], dtype=getattr(torch, value["dtype"]))
+    elements = torch.tensor(value["elements"], dtype=getattr(torch, value["dtype"]), device="cpu")
     return elements.reshape(value["shape"])

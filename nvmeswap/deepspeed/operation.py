@@ -144,7 +144,7 @@ class Operation:
         if self._block is not None:
             pinned_memory.end_transfer(self._block)
             self._block = None
-        self._memory = self._destination = torch.empty(0)
+        self._memory = self._destination = torch.empty(0, device="cpu")
 
 
 def _plain_memory(buffer: torch.Tensor, direction: Direction) -> torch.Tensor:
@@ -152,7 +152,7 @@ def _plain_memory(buffer: torch.Tensor, direction: Direction) -> torch.Tensor:
     plain = buffer.detach()
     if not is_plain(buffer):
         if direction is Direction.READ:
-            plain = torch.empty(buffer.shape, dtype=buffer.dtype)
+            plain = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
         else:
             plain = plain.resolve_conj().resolve_neg().cpu().contiguous()
     return plain.reshape(-1).view(torch.uint8)

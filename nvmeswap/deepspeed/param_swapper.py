@@ -208,7 +208,7 @@ class ParameterSwapper:
         with self._lock:
             partition = self._partitions.get(param.ds_id)
             if partition is not None and partition.is_on_drive:
-                copy = torch.empty(partition.numel, dtype=partition.dtype)
+                copy = torch.empty(partition.numel, dtype=partition.dtype, device="cpu")
                 self._residence.read_into(partition, copy)
                 _write_raw(path, copy)
             elif must_exist:

@@ -69,7 +69,7 @@ class PinnedMemory:
         if numel < 0:
             raise SwapUsageError(f"a tensor of {numel} elements was asked for")
         if numel == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         block = PinnedBlock(Arena(numel * dtype.itemsize))
         with self._lock:
             self._blocks[block.begin] = block

@@ -15,7 +15,7 @@ _CHUNK_NBYTES = 8 << 20  # arbitrary: what of a file is in memory twice
 def read_raw(path: str | Path, dtype: torch.dtype, target: torch.Tensor) -> None:
     """Reads the first `target.numel()` elements of a file, which are `dtype`, and converts them.
     Raises SwapReadError if it can't be read, or is shorter. Blocks."""
-    chunk = torch.empty(_CHUNK_NBYTES, dtype=torch.uint8)
+    chunk = torch.empty(_CHUNK_NBYTES, dtype=torch.uint8, device="cpu")
     numel_at_once = _CHUNK_NBYTES // dtype.itemsize
     wanted_nbytes = target.numel() * dtype.itemsize
     got_nbytes = 0

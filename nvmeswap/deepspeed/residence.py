@@ -246,7 +246,7 @@ class Residence:
             target = into[: partition.numel]
             self._store.read(partition.key, target, lane=Lane.DEMAND).wait()
             return
-        copy = torch.empty(partition.numel, dtype=partition.dtype)
+        copy = torch.empty(partition.numel, dtype=partition.dtype, device="cpu")
         self._store.read(partition.key, copy, lane=Lane.DEMAND).wait()
         into[: partition.numel].copy_(copy)
 
@@ -279,6 +279,7 @@ class Residence:
     def hide(self, param: Any) -> None:
         """DeepSpeed's tensor shows nothing."""
         dtype = param.ds_tensor.dtype
-        placeholder = self._placeholders.setdefault(dtype, torch.tensor(1, dtype=dtype))
-        param.ds_tensor.data = placeholder.data
+        if dtype not in self._placeholders:
+            self._placeholders[dtype] = torch.tensor(1, dtype=dtype, device="cpu")
+        param.ds_tensor.data = self._placeholders[dtype].data
         param.ds_tensor.status = self._status.NOT_AVAILABLE

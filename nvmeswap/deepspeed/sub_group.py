@@ -111,7 +111,7 @@ class TensorContent(Content):
         self.tensor.data = self.memory
 
     def unbind(self) -> None:
-        self.tensor.data = torch.empty(0, dtype=self.dtype)
+        self.tensor.data = torch.empty(0, dtype=self.dtype, device="cpu")
 
     def collect(self) -> None:
         """The tensor's bytes count, wherever they are; the file's are out of date. Raises

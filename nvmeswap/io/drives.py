@@ -167,7 +167,7 @@ def _warn_of_slow_drives(
 def _random_page_aligned(nbytes: int) -> torch.Tensor:
     """Some drives compress, so zeros would say nothing. The user's random numbers stay as they
     are."""
-    memory = torch.empty(nbytes + _PAGE_NBYTES, dtype=torch.uint8)
+    memory = torch.empty(nbytes + _PAGE_NBYTES, dtype=torch.uint8, device="cpu")
     memory.random_(generator=torch.Generator())
     start = padded_nbytes(memory.data_ptr(), _PAGE_NBYTES) - memory.data_ptr()
     return memory[start : start + nbytes]

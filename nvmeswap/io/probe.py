@@ -138,10 +138,10 @@ def _try_backend(
 ) -> bool:
     """Whether it was direct to the end. Raises SwapConfigError or SwapIOError if it failed."""
     nbytes = max(_TRIAL_NBYTES, offset_nbytes)
-    memory = torch.empty(3 * nbytes + misaligned_by, dtype=torch.uint8)
+    memory = torch.empty(3 * nbytes + misaligned_by, dtype=torch.uint8, device="cpu")
     start = padded_nbytes(memory.data_ptr(), nbytes) - memory.data_ptr() + misaligned_by
     written, came_back = memory[start:].narrow(0, 0, 2 * nbytes).split(nbytes)
-    written.copy_(torch.arange(nbytes) % 251)
+    written.copy_(torch.arange(nbytes, device="cpu") % 251)
     came_back.fill_(0)
     block_nbytes = max(1 << 20, offset_nbytes)
     with Engine(backend=name, queue_depth=4, block_nbytes=block_nbytes) as engine:

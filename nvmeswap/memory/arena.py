@@ -78,7 +78,7 @@ class Arena:
         """Undoes the page lock and lets go of the memory; calling again does nothing."""
         self._unlock()
         self.locked_nbytes = 0
-        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _map(nbytes: int) -> tuple[mmap.mmap, torch.Tensor]:

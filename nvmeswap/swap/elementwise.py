@@ -132,7 +132,7 @@ class ElementwiseOptimizer:
         new ones in tensors."""
         is_torchs = self._class.__module__.startswith("torch.optim")
         return {
-            name: torch.tensor(float(value))
+            name: torch.tensor(float(value), device="cpu")
             if is_torchs and name == "step" and isinstance(value, (int, float))
             else value
             for name, value in scalars.items()

@@ -69,7 +69,7 @@ class HostGradients:
         Once asked, they are taken on arrival."""
         if norm_type != self._norm_type:
             self._norm_type, self._norms = norm_type, {}
-        zero = torch.zeros(())
+        zero = torch.zeros((), device="cpu")
         found = []
         for key in keys:
             gradient = self._gradients[key]

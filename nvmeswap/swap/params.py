@@ -140,7 +140,7 @@ class PartitionedParamSwapper:
         if self._placement.swaps(spec):
             return None
         if spec.numel == 0 or self._placement.on_nvme:
-            return torch.empty(spec.numel, dtype=spec.dtype)
+            return torch.empty(spec.numel, dtype=spec.dtype, device="cpu")
         assert self._pool is not None
         slot = self._pool.acquire(spec.nbytes, holder=spec.key, timeout_s=0)
         return slot.memory[: spec.nbytes].view(spec.dtype)
@@ -175,7 +175,7 @@ class PartitionedParamSwapper:
                 self._hit_count += 1
                 values = shard.ram
             elif self._placement.streams(shard.spec):
-                values = torch.empty(shard.spec.numel, dtype=shard.spec.dtype)
+                values = torch.empty(shard.spec.numel, dtype=shard.spec.dtype, device="cpu")
                 self._stream(shard, values)
             else:
                 self._bring(shard)

@@ -256,7 +256,7 @@ class StateFileReader:
         if place is None:
             raise SwapManifestError(f"this file has no tensor {name!r}", field=name, path=self.path)
         _check_range(self.path, name, place.tensor, start, stop)
-        values = torch.empty(stop - start, dtype=place.tensor.dtype)
+        values = torch.empty(stop - start, dtype=place.tensor.dtype, device="cpu")
         self._fill(_bytes_of(values), place.byte_of(start))
         return values
 

@@ -40,7 +40,9 @@ class StatefulOptimizer(SteppingOptimizer):
             names = self._saved_names(key)
             if names or key in self._started:
                 places[key] = {
-                    name: torch.empty(self._shape_of(key), dtype=self._states.dtype(key, name))
+                    name: torch.empty(
+                        self._shape_of(key), dtype=self._states.dtype(key, name), device="cpu"
+                    )
                     for name in names
                 }
                 state.setdefault(index, {}).update(places[key])
@@ -209,7 +211,7 @@ class StatefulOptimizer(SteppingOptimizer):
         shape; zeros where it was never updated."""
         key = self._key_of(parameter)
         if name != MASTER and key not in self._started:
-            return torch.zeros(self._shape_of(key), dtype=self._state_dtype)
+            return torch.zeros(self._shape_of(key), dtype=self._state_dtype, device="cpu")
         return self._states.read(key, name).view(self._shape_of(key))
 
     def write_state(

@@ -131,7 +131,7 @@ class OptimizerStates:
         """A copy of a state, or of the master (fp32), flat, in host memory."""
         item = self._item(key)
         self._check_name(key, name)
-        out = torch.empty(item.numel, dtype=self.dtype(key, name))
+        out = torch.empty(item.numel, dtype=self.dtype(key, name), device="cpu")
 
         def copy(group: SubGroup) -> None:
             for segment in group.layout.segments:
@@ -281,7 +281,7 @@ class OptimizerStates:
             return here
         if edited is not None:
             return here.to(STATE_DTYPE)
-        master = torch.empty(segment.numel, dtype=STATE_DTYPE)
+        master = torch.empty(segment.numel, dtype=STATE_DTYPE, device="cpu")
         segment.rest(group.memory).join(0, here, master)
         return master
 

@@ -50,7 +50,9 @@ class Scratch:
         """fp32, flat [numel], in host memory (page-locked beside a GPU), contents undefined."""
         if name not in self._pieces:
             on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
-            self._pieces[name] = torch.empty(PIECE_NUMEL, dtype=STATE_DTYPE, pin_memory=on_gpu)
+            self._pieces[name] = torch.empty(
+                PIECE_NUMEL, dtype=STATE_DTYPE, pin_memory=on_gpu, device="cpu"
+            )
         return self._pieces[name][:numel]
 
     def upcast(self, name: str, values: torch.Tensor) -> torch.Tensor:

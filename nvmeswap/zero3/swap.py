@@ -106,7 +106,7 @@ class ZeroSwap:
                 raise
             self._agreement.report(error)
             lost = float("nan") if dtype.is_floating_point else 0
-            flat = torch.full((entry.padded_shape.numel(),), lost, dtype=dtype)
+            flat = torch.full((entry.padded_shape.numel(),), lost, dtype=dtype, device="cpu")
             flat = flat.to(_device_of(entry))
         return flat.to(entry.compute_dtype).view(entry.padded_shape)
 
@@ -119,7 +119,7 @@ class ZeroSwap:
             self._optimizer.flush()
             flat: torch.Tensor = self._optimizer.states.read(key, MASTER)
         else:
-            flat = torch.empty(entry.numel, dtype=self._shards.spec(key).dtype)
+            flat = torch.empty(entry.numel, dtype=self._shards.spec(key).dtype, device="cpu")
             self._shards.read(key, flat)
         return flat.to(device=device, dtype=dtype).view(entry.shape)
 
@@ -141,7 +141,7 @@ class ZeroSwap:
 
     def read_part(self, key: str, start: int, stop: int) -> torch.Tensor:
         """Stored values [start, stop) of a shard, flat, on the host; waits for the disk."""
-        out = torch.empty(stop - start, dtype=self._shards.spec(key).dtype)
+        out = torch.empty(stop - start, dtype=self._shards.spec(key).dtype, device="cpu")
         for request in self._shards.read_part(key, start, out, Lane.PREFETCH):
             request.wait(self._space.timeout_s)
         return out

@@ -80,7 +80,7 @@ class SavedTensors:
         self, name: str, shape: tuple[int, ...], offsets: tuple[int, ...], start: int, stop: int
     ) -> Tensor:
         entry = self._entry(name)
-        out = torch.empty(stop - start, dtype=entry.properties.dtype)
+        out = torch.empty(stop - start, dtype=entry.properties.dtype, device="cpu")
         boxes = list(boxes_of(shape, start, stop))
         places = {box.moved(offsets): _part(out, box, start) for box in boxes}
         chunks = [
