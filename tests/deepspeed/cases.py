@@ -31,6 +31,9 @@ BASE: Json = {
 }
 
 
+WHEN = ("stage3_prefetch_bucket_size", "stage3_max_live_parameters")
+
+
 @dataclass(frozen=True)
 class Case:
     """A script of `programs`, how its JSON differs from `BASE`, on how many ranks."""
@@ -45,7 +48,7 @@ class Case:
         """The same with the defaults for what has no meaning in RAM."""
         changes = copy.deepcopy(self.changes)
         changes.pop("aio", None)
-        for name in ("offload_param", "offload_optimizer"):
+        for name in ("offload_param", "offload_optimizer", *WHEN):
             changes.get("zero_optimization", {}).pop(name, None)
         return Case(self.reference or self.script, changes)
 
@@ -88,29 +91,28 @@ CASES = {
     "trains": Case("trains", ranks=BOTH),
     "one sub-group": Case("trains", zero(sub_group_size=1_000_000_000), BOTH),
     "two matrices in a sub-group": Case("trains", zero(sub_group_size=SIDE * SIDE)),
-    "buffer_count 1": Case("trains", offload({"buffer_count": 1}, {"buffer_count": 1}), BOTH),
+    "buffer_count 1": Case("trains", offload({"buffer_count": 1}, {"buffer_count": 1})),
     "buffers smaller than a part": Case("trains", offload({"buffer_size": 1_000})),
-    "pipelined": Case("trains", offload(None, PIPELINED), BOTH),
+    "pipelined": Case("trains", offload(None, PIPELINED)),
     "pipelined, buffer_count 1": Case(
         "trains", offload({"buffer_count": 1}, {"buffer_count": 1, **PIPELINED})),
     "pipelined reads": Case("trains", offload(None, {"pipeline_read": True})),
     "pipelined writes": Case("trains", offload(None, {"pipeline_write": True})),
-    "fast_init": Case("trains", offload(None, {"fast_init": True}), BOTH),
+    "fast_init": Case("trains", offload(None, {"fast_init": True})),
     "parameters go back to RAM": Case("trains", offload({"max_in_cpu": 1_000_000_000})),
     "some parameters go back to RAM": Case("trains", offload({"max_in_cpu": 300_000})),
     "parameters in RAM": Case("trains", offload({"device": "cpu"})),
     "optimizer in RAM": Case("trains", offload(None, {"device": "cpu"})),
-    "blocks of 8 MiB": Case("trains", {"aio": {"block_size": 8 << 20}}),
-    "no prefetch": Case("trains", zero(stage3_prefetch_bucket_size=0,
-                                       stage3_max_live_parameters=0)),
+    "blocks of 8 MiB, no prefetch": Case(
+        "trains", {"aio": {"block_size": 8 << 20}, **zero(**dict.fromkeys(WHEN, 0))}),
     "clipped": Case("trains", {"gradient_clipping": 1e-3}),
-    "engine converts": Case("engine_converts", ranks=BOTH),
+    "engine converts": Case("engine_converts"),
     "own optimizer": Case("own_optimizer"),
-    "bf16": Case("low_precision", BF16, BOTH),
+    "bf16": Case("low_precision", BF16),
     "bf16, pipelined, fast_init": Case(
         "low_precision", {**BF16, **offload(None, {**PIPELINED, "fast_init": True})}),
     "gradient accumulation": Case(
-        "accumulates", {"gradient_accumulation_steps": 3, "gradient_clipping": 1e-2}, BOTH),
+        "accumulates", {"gradient_accumulation_steps": 3, "gradient_clipping": 1e-2}),
     "gradient accumulation, one sub-group": Case(
         "accumulates", {"gradient_accumulation_steps": 3, "gradient_clipping": 1e-2,
                         **zero(sub_group_size=1_000_000_000)}),
@@ -134,5 +136,4 @@ CASES = {
     "Muon": Case("muon", merged(MUON, zero(save_muon_momentum_buffer_in_memory=False))),
     "Muon, momentum in RAM": Case(
         "muon", merged(MUON, zero(save_muon_momentum_buffer_in_memory=True))),
-    "Muon, pipelined": Case("muon", merged(MUON, offload(None, PIPELINED))),
 }

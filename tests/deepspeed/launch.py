@@ -34,6 +34,7 @@ def environment() -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "PYTHONWARNINGS": "ignore",
+        "TORCH_COMPILE_DISABLE": "1",  # Muon's few products would be compiled for a minute
     }
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.deepspeed.cases import CASES, Case, zero
+from tests.deepspeed.cases import CASES, PIPELINED, Case, Json, merged, offload, zero
 from tests.deepspeed.launch import environment, run_ranks
 from tests.oracle import Run, first_difference
 
@@ -60,12 +60,16 @@ def nvme_path(folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_run_resumed_from_a_checkpoint_goes_on_as_the_other(tmp_path: Path, ranks: int) -> None:
-    """In new processes; with Adam's moments and its count of steps."""
+@pytest.mark.parametrize(
+    ("ranks", "changes"), [(1, {}), (2, {}), (2, merged(WHOLE, offload(None, PIPELINED)))]
+)
+def test_run_resumed_from_a_checkpoint_goes_on_as_the_other(
+    tmp_path: Path, ranks: int, changes: Json
+) -> None:
+    """In new processes; with Adam's moments and its count of steps, also of small sub-groups."""
     place = nvme_path(tmp_path)
-    saved = run_ranks(Case("checkpoint_saved", WHOLE), ranks, tmp_path, place)
-    resumed = run_ranks(Case("checkpoint_resumed", WHOLE), ranks, tmp_path, place)
+    saved = run_ranks(Case("checkpoint_saved", changes), ranks, tmp_path, place)
+    resumed = run_ranks(Case("checkpoint_resumed", changes), ranks, tmp_path, place)
     assert_equal(resumed, [replace(each, losses=each.losses[2:]) for each in saved])
 
 
