@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from torch import nn
 
 import nvmeswap.deepspeed
 from nvmeswap.deepspeed import files
+from nvmeswap.deepspeed.optimizer_swapper import OptimizerSwapper
+from nvmeswap.deepspeed.param_swapper import ParameterSwapper
 from nvmeswap.errors import SwapError
 from nvmeswap.io import Engine
 from tests.deepspeed.launch import ENVIRONMENT  # which has DeepSpeed imported beforehand
@@ -115,11 +117,20 @@ class SmallRun:
 
     def destroy(self) -> None:
         """And with it its swap files."""
-        with contextlib.suppress(SwapError):  # of a write that was to fail
-            self.engine.destroy()
+        swappers = {parameter.nvme_swapper for parameter in self.engine.module.parameters()}
+        self.engine.destroy()
         self.engine = None
         self.alive.remove(self)
-        gc.collect()
+        close([each for each in swappers if each is not None])
+
+
+def close(swappers: Iterable[object]) -> None:
+    """DeepSpeed keeps all models of the process, and with them their swappers."""
+    for each in swappers:
+        if isinstance(each, (ParameterSwapper, OptimizerSwapper)):
+            # A write that was to fail, or a swapper that could not even be made.
+            with contextlib.suppress(SwapError, AttributeError):
+                each.close()
 
 
 def on_nvme(folder: Path, build: Callable[[], nn.Module] = Layers, **changes: Any) -> SmallRun:
@@ -217,8 +228,8 @@ def outcome_of(case: Callable[[Path], None], folder: Path) -> str | None:
         return traceback.format_exc()
     finally:
         fail("")
-        for run in list(SmallRun.alive):
-            run.destroy()
+        SmallRun.alive.clear()
+        close(gc.get_objects())
         print(f"{folder.name}: {time.monotonic() - started:.1f} s")
     return None
 
