@@ -22,12 +22,12 @@ import time
 import warnings
 from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from nvmeswap.deepspeed.raw_files import read_raw
-from nvmeswap.deepspeed.sub_group import Place, SubGroup, TensorContent
+from nvmeswap.deepspeed.sub_group import Place, SubGroup, TensorContent, file_name_of
 from nvmeswap.deepspeed.traffic import Traffic
 from nvmeswap.errors import SwapChecksumError, SwapManifestError, SwapWriteError
 from nvmeswap.io.digest import digest
@@ -40,6 +40,13 @@ _DAMAGED_FIX = "copy the checkpoint again, or load another one"
 
 States = MutableMapping[torch.Tensor, dict[str, Any]]  # an optimizer's
 _Mark = tuple[int, int, int]  # of a file: when it was changed, its size, and which it is
+
+
+class _Copy(NamedTuple):
+    """A tensor in the checkpoint: its name there, and its digest if it is known."""
+
+    key: str
+    digest: str | None = None
 
 
 class CheckpointFolder:
@@ -97,18 +104,30 @@ class CheckpointFolder:
         self, groups: Mapping[str, SubGroup], states: States, traffic: Traffic
     ) -> None:
         saved = _load(self._folder / SIDECAR_FILE)
-        if saved.keys() != groups.keys():
-            raise self._differs("sub_groups", sorted(saved), sorted(groups))
-        for group in groups.values():
-            facts = saved[group.id]
-            if facts["numel"] != group.numel:
-                raise self._differs(f"numel of {group.id}", facts["numel"], group.numel)
+        pairs = self._pair(saved, groups)
+        for saved_id, group in pairs:
+            if saved[saved_id]["numel"] != group.numel:
+                numel = saved[saved_id]["numel"]
+                raise self._differs(f"numel of {saved_id}", numel, group.numel)
+        for saved_id, group in pairs:
+            facts = saved[saved_id]
             traffic.discard(group)
             self._take_states(group, facts, states)
-            digests = {group.master.key: facts["master"]["digest"]}
+            copies = {group.id: _Copy(saved_id, facts["master"]["digest"])}
             for name, state in facts["states"].items():
-                digests[group.states[name].key] = state["digest"]
-            self._take_files(group, digests, traffic)
+                copies[group.states[name].key] = _Copy(f"{name}-{saved_id}", state["digest"])
+            self._take_files(group, copies, traffic)
+
+    def _pair(
+        self, saved: Mapping[str, Any], groups: Mapping[str, SubGroup]
+    ) -> list[tuple[str, SubGroup]]:
+        """By name, or in order: DeepSpeed counts parameters on from one model of a process to the
+        next, so the same model has other names there."""
+        if saved.keys() == groups.keys():
+            return list(groups.items())
+        if len(saved) != len(groups) or saved.keys() & groups.keys():
+            raise self._differs("sub_groups", sorted(saved), sorted(groups))
+        return list(zip(saved, groups.values(), strict=True))
 
     def _take_states(self, group: SubGroup, facts: Mapping[str, Any], states: States) -> None:
         """The optimizer has the states that were saved, swapped ones empty."""
@@ -162,24 +181,24 @@ class CheckpointFolder:
     # --- files -----------------------------------------------------------------------------------
 
     def _take_files(
-        self, group: SubGroup, digests: Mapping[str, str], traffic: Traffic
+        self, group: SubGroup, copies: Mapping[str, _Copy], traffic: Traffic
     ) -> None:
         """Reads what was copied, and writes it as our own."""
         try:
             for content in group.contents:
                 traffic.fill(group, content)
-                self._read(content, digests.get(content.key))
+                self._read(content, copies.get(content.key) or _Copy(content.key))
         except BaseException:
             traffic.discard(group)
             raise
         for content in group.contents:
             if not traffic.has_file(content.file_name):
-                (self._folder / content.file_name).unlink()
+                (self._folder / content.file_name).unlink(missing_ok=True)
         group.place = Place.KEPT
         traffic.depart(group, wait=False)
 
-    def _read(self, content: TensorContent, wanted: str | None) -> None:
-        path = self._folder / content.file_name
+    def _read(self, content: TensorContent, copy: _Copy) -> None:
+        path = self._folder / file_name_of(copy.key)
         nbytes = path.stat().st_size if path.exists() else 0
         if nbytes < content.nbytes:
             raise SwapManifestError(
@@ -190,10 +209,10 @@ class CheckpointFolder:
         read_raw(path, content.dtype, content.memory)
         content.is_stored = False
         got = f"{digest(content.memory):016x}"
-        if wanted not in (None, got):
+        if copy.digest not in (None, got):
             raise SwapChecksumError(
                 f'"{content.key}" is not what was saved', path=path, wanted_nbytes=content.nbytes,
-                cause=f"xxh3_64 expected {wanted}, got {got}", fix=_DAMAGED_FIX,
+                cause=f"xxh3_64 expected {copy.digest}, got {got}", fix=_DAMAGED_FIX,
             )
 
     def _check_dtype(self, content: TensorContent, saved: Mapping[str, str]) -> None:

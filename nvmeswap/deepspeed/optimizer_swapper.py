@@ -95,8 +95,10 @@ class OptimizerSwapper:
         self._close = weakref.finalize(self, self._store.close)
 
     def close(self) -> None:
-        """Removes the files; calling again does nothing. What is in memory stays there."""
-        self._close()
+        """Removes the files; calling again does nothing. What is in memory stays there. Raises
+        SwapTimeoutError with nothing removed: call it again."""
+        self._store.close()
+        self._close.detach()
         self.buffers.close()
 
     def stats(self) -> StoreStats:

@@ -28,6 +28,11 @@ class Place(enum.Enum):
     KEPT = "in memory, DeepSpeed's tensors being empty; their files may be out of date"
 
 
+def file_name_of(key: str) -> str:
+    """As DeepSpeed names it."""
+    return f"{key}.tensor.swp"
+
+
 class Content:
     """The bytes of one flat tensor: in memory, in the file of its key, or on the way.
 
@@ -47,8 +52,7 @@ class Content:
 
     @property
     def file_name(self) -> str:
-        """As DeepSpeed names it."""
-        return f"{self.key}.tensor.swp"
+        return file_name_of(self.key)
 
     @property
     def nbytes(self) -> int:

@@ -12,6 +12,7 @@ from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from tests.deepspeed.cases import Case
 from tests.oracle import Run
@@ -20,25 +21,32 @@ RANK_TIMEOUT_S = 120
 # DeepSpeed imports its Muon with the first engine, and so all of torch's compiler.
 PRELOADED = ["tests.deepspeed.programs", "nvmeswap.deepspeed",
              "deepspeed.runtime.zero.muon.muon_optimizer"]
-ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(PRELOADED)
 
 
-def run_ranks(
-    case: Case, ranks: int, folder: Path, nvme_path: Path | None
-) -> list[Run]:
+def environment() -> dict[str, str]:
+    """Of processes that run scripts."""
+    return {
+        **os.environ,
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "PYTHONWARNINGS": "ignore",
+    }
+
+
+def run_ranks(case: Case, ranks: int, folder: Path, nvme_path: Path | None) -> list[Run]:
     """The case's script in `folder`, by rank: on `nvme_path` with nvmeswap installed, or with
     DeepSpeed's CPU offload. Fails with the ranks' tracebacks."""
-    os.environ.update(ENVIRONMENT)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     (folder / "rendezvous").unlink(missing_ok=True)
     started = []
-    for rank in range(ranks):
-        process = _server.Process(target=rank_main, args=(case, rank, ranks, folder, nvme_path))
-        process.start()
-        started.append(process)
+    with patch.dict(os.environ, environment()):  # counts when the first one is started
+        for rank in range(ranks):
+            process = _server.Process(target=rank_main, args=(case, rank, ranks, folder, nvme_path))
+            process.start()
+            started.append(process)
     results, failures = [], ""
     for rank, process in enumerate(started):
         failure, result = _result(process, folder / f"result{rank}")

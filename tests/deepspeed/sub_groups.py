@@ -52,6 +52,7 @@ class Run:
     make: MakeOptimizer = adamw
     timers: Any = None
     seed: int = 0
+    first_id: int = 0
     swapper: OptimizerSwapper = field(init=False)
 
     def __post_init__(self) -> None:
@@ -60,7 +61,8 @@ class Run:
         self.twins = [source.clone().requires_grad_() for source in sources]
         self.masters = [torch.empty(0).requires_grad_() for _ in self.numels]
         for number, master in enumerate(self.masters):
-            master.ds_id = f"{2 * number}_{2 * number + 1}"  # type: ignore[attr-defined]
+            first = self.first_id + 2 * number
+            master.ds_id = f"{first}_{first + 1}"  # type: ignore[attr-defined]
         self.optimizer = self.make(self.masters)
         self.twin_optimizer = self.make(self.twins)
         self.optimizer.param_groups[0]["params"] = []

@@ -66,6 +66,24 @@ def test_fresh_process_goes_on(tmp_path: Path, counts: tuple[int, int]) -> None:
     third.check()
 
 
+def test_second_model_of_a_process_goes_on(tmp_path: Path) -> None:
+    """DeepSpeed counts its parameters on, so it has other names."""
+    first = start(tmp_path)
+    first.train(2)
+    saved = save(first, tmp_path / "saved")
+    second = Run(SwapConfig(tmp_path, 4), numels=NUMELS, first_id=10)
+    continue_as(second, first)
+    load(second, saved)
+    second.check()
+    second.train(1)
+    second.check()
+    names = {path.name for path in Path(second.swapper.swap_folder).glob("*.swp")}
+    assert not [name for name in names if "0_1." in name]
+    overlapping = Run(SwapConfig(tmp_path, 4), numels=NUMELS, first_id=2)
+    with pytest.raises(SwapManifestError, match="sub_groups"):
+        load(overlapping, saved)
+
+
 def test_same_process_goes_back(tmp_path: Path) -> None:
     run = start(tmp_path)
     run.train(2)

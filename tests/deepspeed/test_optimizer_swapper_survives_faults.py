@@ -1,4 +1,4 @@
-"""A full disk, a failed transfer, a wrong byte: an error that says so, and states that are whole."""
+"""A full disk, a failed transfer, a wrong byte: an error that says so, and whole states."""
 
 from __future__ import annotations
 

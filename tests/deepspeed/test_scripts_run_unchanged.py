@@ -3,7 +3,10 @@ weights and moments of DeepSpeed's CPU offload, bit for bit."""
 
 from __future__ import annotations
 
-import functools
+import json
+import subprocess
+import sys
+from ast import literal_eval
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -12,29 +15,27 @@ from pathlib import Path
 import pytest
 
 from tests.deepspeed.cases import CASES, Case, zero
-from tests.deepspeed.launch import run_ranks
+from tests.deepspeed.launch import environment, run_ranks
 from tests.oracle import Run, first_difference
 
+SCRIPT = Path(__file__).with_name("script.py")
+LAUNCH_TIMEOUT_S = 120
 WHOLE = zero(sub_group_size=1_000_000_000)
 
 
 @pytest.fixture(scope="module")
 def in_ram(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case, int], list[Run]]:
-    """in_ram(case, ranks): by rank, what DeepSpeed's CPU offload gives; run once for all that are
-    alike."""
+    """in_ram(case, ranks): by rank, what DeepSpeed's CPU offload gives; once for all like it."""
 
-    @functools.cache
-    def run(script: str, ranks: int) -> list[Run]:
-        return run_ranks(references[script], ranks, tmp_path_factory.mktemp("ram"), None)
+    known: dict[tuple[str, int], list[Run]] = {}
 
-    references: dict[str, Case] = {}
+    def run(case: Case, ranks: int) -> list[Run]:
+        key = repr(case.in_ram), ranks
+        if key not in known:
+            known[key] = run_ranks(case.in_ram, ranks, tmp_path_factory.mktemp("ram"), None)
+        return known[key]
 
-    def of(case: Case, ranks: int) -> list[Run]:
-        name = case.script if case.alike else repr(case)
-        references.setdefault(name, case)
-        return run(name, ranks)
-
-    return of
+    return run
 
 
 def assert_equal(ours: list[Run], reference: list[Run]) -> None:
@@ -82,3 +83,22 @@ def test_two_jobs_share_a_folder(
             started.append(threads.submit(run_ranks, case, 1, folder, place))
         for case, each in zip(cases, started, strict=True):
             assert_equal(each.result(), in_ram(case, 1))
+
+
+def test_script_is_started_by_a_launcher(
+    tmp_path: Path, in_ram: Callable[[Case, int], list[Run]]
+) -> None:
+    """Its file and its JSON as they are, after `-m nvmeswap.deepspeed`."""
+    json_path, losses_path = tmp_path / "ds.json", tmp_path / "losses"
+    json_path.write_text(json.dumps(CASES["trains"].json(nvme_path(tmp_path))))
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        "-m", "nvmeswap.deepspeed", str(SCRIPT), "--deepspeed", "--deepspeed_config",
+        str(json_path), str(losses_path),
+    ]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True,
+                          timeout=LAUNCH_TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    for rank, reference in enumerate(in_ram(CASES["trains"], 2)):
+        losses = literal_eval(losses_path.with_suffix(f".{rank}").read_text())
+        assert losses == reference.losses[:-1]

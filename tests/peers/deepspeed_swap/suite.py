@@ -6,7 +6,8 @@ What it needs: tests/peers/deepspeed_checkout.py. Prints both results of each te
 said that pass without us alone; there the exit status is 1.
 
 test_nvme_checkpointing wants fp16, which few CPUs have. Copies of it, made at run time, train in
-bf16 and in fp32: `test_nvme_checkpointing_bf16`, `test_nvme_checkpointing_fp32`.
+bf16 and in fp32: `test_nvme_checkpointing_bf16`, `test_nvme_checkpointing_fp32`. Two lines of
+the harness are changed too, in the temporary copy: as they are, comparing fails on a CPU.
 """
 
 from __future__ import annotations
@@ -46,27 +47,38 @@ class Pair:
         return self.stock.result == "passed" and self.ours.result != "passed"
 
 
-def other_precisions(tests: Path) -> None:
-    """Writes the copies of test_nvme_checkpointing. Raises ValueError when it isn't as known."""
-    source = (tests / f"{_CHECKPOINTING}.py").read_text()
+def prepare(tests: Path) -> None:
+    """Writes the copies of test_nvme_checkpointing, and lets the harness compare on the CPU.
+    Raises ValueError when DeepSpeed's files aren't as known."""
+    source = tests / f"{_CHECKPOINTING}.py"
     for name, dtype, setting in (
         ("bf16", "torch.bfloat16", '"bf16": {"enabled": True},'), ("fp32", "torch.float32", "")
     ):
-        text = source
-        for pattern, new in (
-            (r"get_accelerator\(\).is_fp16_supported\(\)", "True"),
-            (r'"fp16": \{[^}]*\},', setting),
-            (r"torch\.float16", dtype),
-        ):
-            text, count = re.subn(pattern, new, text)
-            if count == 0:
-                raise ValueError(f"test_nvme_checkpointing.py has no {pattern}")
-        (tests / f"{_CHECKPOINTING}_{name}.py").write_text(text)
+        _rewrite(source, tests / f"{_CHECKPOINTING}_{name}.py", {
+            r"get_accelerator\(\).is_fp16_supported\(\)": "True",
+            r'"fp16": \{[^}]*\},': setting,
+            r"torch\.float16": dtype,
+        })
+    harness = tests / "unit/common.py"
+    _rewrite(harness, harness, {  # else a tensor on the device "0", and one that gloo can't gather
+        r"device = get_accelerator\(\)\.current_device\(\)":
+            "device = get_accelerator().current_device_name()",
+        r"torch\.tensor\(1 if flag else 0,": "torch.tensor([1 if flag else 0],",
+    })
+
+
+def _rewrite(source: Path, target: Path, changes: dict[str, str]) -> None:
+    text = source.read_text()
+    for pattern, new in changes.items():
+        text, count = re.subn(pattern, new, text)
+        if count == 0:
+            raise ValueError(f"{source.name} has no {pattern}")
+    target.write_text(text)
 
 
 def compare(folder: Path, only: list[str]) -> list[Pair]:
     """Runs both sides, file after file; `only`: files whose names have one of these in them."""
-    other_precisions(folder / "tests")
+    prepare(folder / "tests")
     pairs: list[Pair] = []
     for file, expression in SELECTIONS.items():
         if only and not any(part in file for part in only):
@@ -95,10 +107,15 @@ def tell(pairs: list[Pair]) -> None:
         print(f"skipped: {reason}")
     for name, pair in zip(names, pairs, strict=True):
         if pair.stock.result in ("failed", "hung"):
-            print(f"\nstock, {name}: {pair.stock.text.rstrip().rpartition(chr(10))[2]}")
+            print(f"\nstock, {name}: {_traceback(pair.stock)[-1]}")
     for name, pair in zip(names, pairs, strict=True):
         if pair.worse:
-            print(f"\nours, {name}:\n{pair.ours.text}")
+            print(f"\nours, {name}:", *_traceback(pair.ours), sep="\n")
+
+
+def _traceback(case: Case) -> list[str]:
+    """Lines of the rank's, without pytest's of the process that waited for it."""
+    return case.text.partition('"""\n\nThe above exception')[0].rstrip().split("\n")
 
 
 def main() -> int:
