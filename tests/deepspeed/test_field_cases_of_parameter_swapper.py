@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,21 +13,17 @@ import torch
 
 from nvmeswap.errors import SwapConfigError, SwapUsageError
 from tests.deepspeed.partitions import MIB, DrivenSwapper, Parameter
+from tests.store.test_owner_survives_kill import Child
 
-START = """
-import os, sys, time, torch
+FAILS_UNDER_WAY = """
+import sys
 from pathlib import Path
 from tests.deepspeed.partitions import DrivenSwapper
 driven = DrivenSwapper(Path(sys.argv[1]))
 parameters = [driven.partition(ds_id, 300_001) for ds_id in range(8)]
+driven.update(parameters)
+raise ValueError('the user is told this')
 """
-
-
-def start(script: str, folder: Path) -> subprocess.Popen[str]:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    return subprocess.Popen([sys.executable, "-c", START + script, str(folder)], text=True,
-                            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, env=environment)
 
 
 def test_partition_of_another_size_is_refused(tmp_path: Path) -> None:
@@ -59,35 +54,40 @@ def test_closed_swappers_keep_neither_memory_nor_files(tmp_path: Path) -> None:
 
 def test_exception_with_writes_under_way_ends_the_process_as_usual(tmp_path: Path) -> None:
     """DeepSpeed aborts when its handle is dropped, and hides the exception.  field case H01"""
-    process = start("driven.update(parameters)\nraise ValueError('the user is told this')", tmp_path)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 1, errors
-    assert errors.endswith("ValueError: the user is told this\n")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", FAILS_UNDER_WAY, str(tmp_path)],
+                          capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.endswith("ValueError: the user is told this\n")
     assert list(tmp_path.rglob("*.swp")) == []
 
 
 def test_folder_of_a_killed_job_goes_and_that_of_a_living_one_stays(tmp_path: Path) -> None:
-    """In DeepSpeed both jobs use the same names: the later removes the other's, or none are.
+    """In DeepSpeed both use the same names, and no file of either ever goes.
 
     field cases F02, K07"""
-    wait = "driven.swapper.synchronize_writes(); print('ready', flush=True); sys.stdin.read()"
-    dead, living = start(wait, tmp_path), start(
-        wait + "\ndriven.forget_copies(); driven.gather(parameters)\n"
-        "print(all(each.is_right for each in parameters), flush=True)", tmp_path)
-    for process in (dead, living):
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+
+    def another_job() -> DrivenSwapper:
+        driven = DrivenSwapper(tmp_path)
+        driven.partition(0, 300_001)
+        driven.swapper.synchronize_writes()
+        return driven
+
+    def killed_job() -> DrivenSwapper:
+        torch.set_num_threads(1)  # the parent's others are not in the child
+        return another_job()
+
+    living = DrivenSwapper(tmp_path)
+    parameters = [living.partition(ds_id, 300_001) for ds_id in range(3)]
+    Child(killed_job).end(kill=True)
     assert len(list(tmp_path.rglob("params.swp"))) == 2
-    dead.send_signal(signal.SIGKILL)
-    dead.wait(60)
-    driven = DrivenSwapper(tmp_path)
-    parameter = driven.partition(0, 300_001)
+    after = another_job()
     assert len(list(tmp_path.rglob("params.swp"))) == 2
-    living_output, errors = living.communicate("", timeout=60)
-    assert living_output == "True\n", errors
-    driven.forget_copies()
-    driven.gather([parameter])
-    assert parameter.is_right
-    driven.swapper.close()
+    living.forget_copies()
+    living.gather(parameters)
+    assert all(parameter.is_right for parameter in parameters)
+    for driven in (living, after):
+        driven.swapper.close()
     assert list(tmp_path.rglob("*.swp")) == []
 
 
