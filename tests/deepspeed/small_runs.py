@@ -11,12 +11,12 @@ import multiprocessing
 import os
 import re
 import subprocess
-import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,9 +24,11 @@ from torch import nn
 
 import nvmeswap.deepspeed
 from nvmeswap.deepspeed import files
+from nvmeswap.deepspeed.optimizer_swapper import OptimizerSwapper
+from nvmeswap.deepspeed.param_swapper import ParameterSwapper
 from nvmeswap.errors import SwapError
 from nvmeswap.io import Engine
-from tests.deepspeed.launch import ENVIRONMENT  # which has DeepSpeed imported beforehand
+from tests.deepspeed.launch import environment  # which has DeepSpeed imported beforehand
 
 MIB = 1 << 20
 ODD_WIDTHS = (512, 515, 513, 517)  # no layer's elements fill a sector
@@ -84,9 +86,7 @@ def config_of(device: str, folder: Path | None, **changes: Any) -> dict[str, Any
 
 
 class SmallRun:
-    """A model in DeepSpeed's engine, until the case is over."""
-
-    alive: list[SmallRun] = []
+    """A model in DeepSpeed's engine."""
 
     def __init__(self, config: dict[str, Any], build: Callable[[], nn.Module] = Layers) -> None:
         import deepspeed
@@ -96,7 +96,6 @@ class SmallRun:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=trained)
         self.steps = 0
-        self.alive.append(self)
 
     def forward(self, sample: int = 0) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1000 * self.steps + sample)
@@ -115,11 +114,19 @@ class SmallRun:
 
     def destroy(self) -> None:
         """And with it its swap files."""
-        with contextlib.suppress(SwapError):  # of a write that was to fail
-            self.engine.destroy()
+        swappers = {parameter.nvme_swapper for parameter in self.engine.module.parameters()}
+        self.engine.destroy()
         self.engine = None
-        self.alive.remove(self)
-        gc.collect()
+        close([each for each in swappers if each is not None])
+
+
+def close(swappers: Iterable[object]) -> None:
+    """DeepSpeed keeps all models of the process, and with them their swappers."""
+    for each in swappers:
+        if isinstance(each, (ParameterSwapper, OptimizerSwapper)):
+            # A write that was to fail, or a swapper that could not even be made.
+            with contextlib.suppress(SwapError, AttributeError):
+                each.close()
 
 
 def on_nvme(folder: Path, build: Callable[[], nn.Module] = Layers, **changes: Any) -> SmallRun:
@@ -175,12 +182,11 @@ def outcomes_of_cases(module: str, folder: Path) -> dict[str, str | None]:
     mount = ["mount", "-t", "tmpfs", "-o", "size=400m", "tmpfs", str(folder)]
     if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("can't mount a tmpfs")
-    os.environ.update(ENVIRONMENT)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     process = multiprocessing.get_context("forkserver").Process(
         target=run_cases, args=(module, folder))
     try:
-        process.start()
+        with patch.dict(os.environ, environment()):
+            process.start()
         process.join(600)
         process.kill()
         outcomes: dict[str, str | None] = json.loads((folder / "outcomes").read_text())
@@ -217,8 +223,7 @@ def outcome_of(case: Callable[[Path], None], folder: Path) -> str | None:
         return traceback.format_exc()
     finally:
         fail("")
-        for run in list(SmallRun.alive):
-            run.destroy()
+        close(gc.get_objects())
         print(f"{folder.name}: {time.monotonic() - started:.1f} s")
     return None
 

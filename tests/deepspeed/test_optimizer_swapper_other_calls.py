@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nvmeswap.errors import SwapReadError, SwapUsageError
-from tests.deepspeed.sub_groups import AIO, ODD, PLENTY, Run, SwapConfig, bits
+from tests.deepspeed.sub_groups import ODD, PLENTY, Run, SwapConfig, bits
 
 NUMELS = (ODD, 262_145)
 

@@ -65,7 +65,7 @@ def raised_by(call: Callable[[], object], *kinds: type[SwapError]) -> SwapError:
     raise AssertionError("nothing was raised")
 
 
-# --- no faults, but sizes that DeepSpeed gets wrong ------------------------------------------------
+# --- no faults, but sizes that DeepSpeed gets wrong -----------------------------------------------
 
 
 def case_partitions_of_odd_length(folder: Path) -> None:
@@ -105,24 +105,31 @@ class Product(nn.Linear):
 
 
 class Products(Layers):
-    """All of the same size, so that the memory of one fits the next."""
+    """All of the same size, so that the memory of one fits the next; some are used twice."""
 
     def __init__(self) -> None:
-        super().__init__((512, 512, 512, 512), Product)
+        super().__init__((512,) * 6, Product)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in (0, 1, 2, 3, 4, 5, 1, 3, 0, 2):
+            x = torch.tanh(self.layers[number](x))
+        return x
 
 
 def case_views_that_autograd_keeps(folder: Path) -> None:
     """Memory that a view keeps for backward isn't lent again before it."""
-    for buffer_count in (1, 2):
-        run = on_nvme(folder, Products, param__buffer_count=buffer_count)
-        assert run.train(4) == losses_in_ram(4, Products), buffer_count
+    for buffer_count in (1, 2, 3):
+        run = on_nvme(folder, Products, param__buffer_count=buffer_count,
+                      param__buffer_size=262_144)
+        assert run.train(3) == losses_in_ram(3, Products), buffer_count
         run.destroy()
 
 
 def case_buffers_used_up(folder: Path) -> None:
     """DeepSpeed asserts, and then aborts the process, up to 10 optimizer buffers."""
     for buffer_count in (1, 2):
-        run = on_nvme(folder, param__buffer_count=buffer_count, optimizer__buffer_count=buffer_count)
+        run = on_nvme(folder, param__buffer_count=buffer_count,
+                      optimizer__buffer_count=buffer_count)
         assert run.train(4) == losses_in_ram(4)
     
 
@@ -138,7 +145,7 @@ def case_blocks_of_8_mib(folder: Path) -> None:
                if master.ds_id)
 
 
-# --- a disk that is full ---------------------------------------------------------------------------
+# --- a disk that is full --------------------------------------------------------------------------
 
 
 def case_full_disk_while_the_model_is_built(folder: Path) -> None:
@@ -179,7 +186,7 @@ def case_full_disk_when_gradients_appear(folder: Path) -> None:
     assert run.train(3) == losses_in_ram(4)[1:]
 
 
-# --- a drive that fails ----------------------------------------------------------------------------
+# --- a drive that fails ---------------------------------------------------------------------------
 
 
 def saved_run(folder: Path, **changes: int) -> SmallRun:
@@ -242,7 +249,7 @@ def case_transfers_that_are_cut_short_refused_and_late(folder: Path) -> None:
     assert run.train(4) == losses_in_ram(4)
 
 
-# --- files that change under way -------------------------------------------------------------------
+# --- files that change under way ------------------------------------------------------------------
 
 
 DAMAGED_AT = 777_777
@@ -278,7 +285,7 @@ def case_damaged_files(folder: Path) -> None:
             resume(run, folder)
 
 
-# --- what others do --------------------------------------------------------------------------------
+# --- what others do -------------------------------------------------------------------------------
 
 
 class Interrupted(Layers):
