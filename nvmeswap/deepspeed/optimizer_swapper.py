@@ -20,7 +20,6 @@ from nvmeswap.errors import SwapUsageError
 from nvmeswap.io.alignment import padded_nbytes
 from nvmeswap.stats import StoreStats
 
-_SWAPPED_FROM_NBYTES = 1 << 20  # as DeepSpeed, whose threshold also grows with aio.block_size
 _PAGE_NBYTES = 4096
 
 # What `initialize_from_swapped_fp16_params` is given of each partition: the tensor, whose data is
@@ -47,7 +46,8 @@ class OptimizerSwapper:
 
     A sub-group is a `torch.empty(0)` with a `ds_id`, given to `initialize_parameters`. Between
     `swap_in_optimizer_state` and `swap_out_optimizer_state` its data, and those of its states in
-    `optimizer.state`, are in memory, and its `grad` is what `swap_out_gradients` brought.
+    `optimizer.state`, are in memory, and its `grad` is what `swap_out_gradients` brought: zeros
+    where it brought nothing.
 
     Args: as DeepSpeed names them. `base_folder`, `device` and `dtype` but for its size are not
     needed here: the files are in a folder of this swapper's own below `swap_config.nvme_path`.
@@ -88,7 +88,6 @@ class OptimizerSwapper:
         )
         self._folder = CheckpointFolder(self._store.folder)
         self._optimizer = optimizer
-        self._element_nbytes = dtype.itemsize
         self._groups: dict[str, SubGroup] = {}
         self._timers = timers
         self._timer_names: set[str] = set()
@@ -115,14 +114,14 @@ class OptimizerSwapper:
     def is_swappable_tensor(
         self, tensor: torch.Tensor | None = None, numel: int | None = None
     ) -> bool:
-        """Whether it is worth swapping: 1 MiB or more. `tensor.swappable = False` says no."""
+        """Whether it goes to NVMe: all but scalars does, however small. DeepSpeed leaves out what
+        is below 1 MiB, and its checkpoints then restore none of that. `tensor.swappable = False`
+        says no."""
         if tensor is not None:
-            if not getattr(tensor, "swappable", True):
-                return False
-            numel = tensor.numel()
+            return bool(getattr(tensor, "swappable", True)) and tensor.dim() > 0
         if numel is None:
             raise SwapUsageError("neither a tensor nor its number of elements was given")
-        return numel * self._element_nbytes >= _SWAPPED_FROM_NBYTES
+        return numel > 0
 
     @property
     def swap_folder(self) -> str:
@@ -188,11 +187,10 @@ class OptimizerSwapper:
             self._find_states(group)
             if group.place is not Place.BOUND:
                 self._traffic.load(group)
-            if group.gradient is not None:
-                self._traffic.bring_gradient(group).zero_gaps()
+            gradient = self._traffic.bring_gradient(group)
+            gradient.zero_gaps()
             group.bind()
-            if group.gradient is not None:
-                parameter.grad = group.gradient.memory
+            parameter.grad = gradient.memory
             following = None if async_parameter is None else self._group(async_parameter)
             if self._reads_ahead and following is not None:
                 self._find_states(following)
@@ -233,7 +231,7 @@ class OptimizerSwapper:
         """Takes a bound sub-group back as it was swapped in; its gradient stays."""
         group = self._begin(parameter)
         if group is not None and group.place is Place.BOUND:
-            self._traffic.release(group)
+            self._release(group)
 
     def writeback_optimizer_state_and_gradients(
         self, parameter: torch.Tensor, write_opt_state: bool, write_gradients: bool
@@ -247,7 +245,7 @@ class OptimizerSwapper:
         if write_gradients and group.gradient is not None and parameter.grad is not None:
             group.gradient.put(0, parameter.grad)
         if not write_opt_state:
-            self._traffic.release(group)
+            self._release(group)
             return
         with self._timed("swap_out_state"):
             self._take_back(group, wait=True)
@@ -304,6 +302,11 @@ class OptimizerSwapper:
             self._traffic.forget(group.master)
             raise
         self._groups[group.id] = group
+
+    def _release(self, group: SubGroup) -> None:
+        self._traffic.release(group)
+        if group.gradient is not None and not group.gradient.has_pieces:
+            self._traffic.drop_gradient(group)
 
     def _take_back(self, group: SubGroup, *, wait: bool) -> None:
         self._check_bound(group)

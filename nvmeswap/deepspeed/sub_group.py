@@ -138,6 +138,7 @@ class Gradient(Content):
         # DeepSpeed's checkpoint leaves out files with this word in their names.
         super().__init__(f"{group_id}_gradient", numel, dtype)
         self._covered: list[tuple[int, int]] = []
+        self.has_pieces = False  # else it is nothing but the zeros that stand for none
 
     def put(self, offset: int, piece: torch.Tensor) -> None:
         """Copies `piece`, of any device and dtype. Raises SwapUsageError if it lies outside."""
@@ -152,6 +153,7 @@ class Gradient(Content):
             target.copy_(piece.detach().reshape(-1))
         self.is_stored = False
         self._covered.append((offset, end))
+        self.has_pieces = True
 
     def zero_gaps(self) -> None:
         """What no piece came for is zero: memory has anything there."""

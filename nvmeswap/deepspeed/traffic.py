@@ -268,7 +268,7 @@ class Traffic:
     def _give_back(self, content: Content, *, has_views: bool = False) -> None:
         buffer = content.leave_memory()
         if buffer is not None:
-            (self._buffers.drop if has_views else self._buffers.give_back)(buffer)
+            (self._buffers.abandon if has_views else self._buffers.give_back)(buffer)
 
     # --- the store -------------------------------------------------------------------------------
 

@@ -55,10 +55,10 @@ def test_gradients_of_other_types_are_converted(tmp_path: Path, dtype: torch.dty
     assert torch.equal(run.masters[0].grad, gradient.float())
 
 
-def test_no_gradient_is_none(tmp_path: Path) -> None:
+def test_no_gradient_is_zero(tmp_path: Path) -> None:
     run = Run(SwapConfig(tmp_path), numels=[ODD])
     run.swapper.swap_in_optimizer_state(run.masters[0])
-    assert run.masters[0].grad is None
+    assert run.masters[0].grad is not None and not run.masters[0].grad.any()  # DeepSpeed scales it
 
 
 def test_gradients_beyond_the_budget_go_to_the_drive(tmp_path: Path) -> None:

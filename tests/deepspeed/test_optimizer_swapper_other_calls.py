@@ -151,13 +151,14 @@ def test_start_from_low_precision(tmp_path: Path, dtype: torch.dtype) -> None:
     assert torch.equal(master, source.float())
 
 
-def test_threshold_is_one_mib_whatever_the_blocks(tmp_path: Path) -> None:
-    # field case: raising aio.block_size raises DeepSpeed's swap threshold
-    assert AIO["block_size"] == 1 << 20
+def test_all_but_scalars_is_swapped_whatever_the_blocks(tmp_path: Path) -> None:
+    """What DeepSpeed keeps in memory (below 1 MiB, or aio.block_size if that is more) its
+    checkpoints do not restore."""
     run = start(tmp_path)
-    assert run.swapper.is_swappable_tensor(None, numel=262_144)
-    assert not run.swapper.is_swappable_tensor(None, numel=262_143)
-    tensor = torch.empty(262_144)
+    assert run.swapper.is_swappable_tensor(None, numel=1)
+    assert not run.swapper.is_swappable_tensor(None, numel=0)
+    assert not run.swapper.is_swappable_tensor(torch.tensor(1.0))
+    tensor = torch.empty(1)
     assert run.swapper.is_swappable_tensor(tensor)
     tensor.swappable = False  # type: ignore[attr-defined]
     assert not run.swapper.is_swappable_tensor(tensor)
