@@ -84,7 +84,9 @@ def compare(folder: Path, only: list[str]) -> list[Pair]:
         if only and not any(part in file for part in only):
             continue
         stock = run_tests(folder, [file], call=None, expression=expression)
-        ours = run_tests(folder, [file], call="install", expression=expression)
+        ours = run_tests(
+            folder, [file], call="install", expression=expression, process_count=2
+        )
         pairs.extend(_paired(stock, ours))
     return pairs
 
