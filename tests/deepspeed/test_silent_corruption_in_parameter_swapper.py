@@ -191,9 +191,10 @@ def test_demand_waits_for_its_own_read_only(tmp_path: Path, faulty: list[Engine]
     ahead, demanded = [driven.partition(ds_id, 262_145) for ds_id in range(2)]
     driven.forget_copies()
     faulty[-1].inject("read 1 never")
+    before = faulty[-1].stats().block_count
     driven.swapper.swap_in([ahead])
     assert ahead.ds_tensor.status is Status.INFLIGHT
-    until(lambda: faulty[-1].stats().in_flight_count > 0)
+    until(lambda: faulty[-1].stats().block_count > before)  # the second one of two
     driven.gather([demanded])
     assert demanded.is_right and ahead.ds_tensor.status is Status.INFLIGHT
     faulty[-1].inject("")
