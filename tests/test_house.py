@@ -16,7 +16,10 @@ PACKAGE = ROOT / "nvmeswap"
 README = (ROOT / "README.md").read_text()
 BANNED_NAMES = {"utils", "util", "helpers", "common", "misc"}
 MOST_LINES = 450
-ENTRY_POINTS = {"nvmeswap.examples.finetune_hf", "nvmeswap.examples.train_lm"}
+ENTRY_POINTS = {
+    "nvmeswap.deepspeed.__main__", "nvmeswap.deepspeed.hook",
+    "nvmeswap.examples.finetune_hf", "nvmeswap.examples.train_lm",
+}
 
 
 def sources(*folders: str) -> list[Path]:

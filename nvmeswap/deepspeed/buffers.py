@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
+import weakref
 
 import torch
 
-from nvmeswap.errors import SwapClosedError
+from nvmeswap.errors import SwapClosedError, SwapForkError
 from nvmeswap.io import Engine
 from nvmeswap.io.alignment import padded_nbytes
 from nvmeswap.memory.arena import Arena
@@ -26,16 +27,25 @@ class HostBuffer:
     """A lent piece of memory: `memory` is uint8, 4096-aligned, at least as large as asked for, its
     content undefined. Made by `HostBuffers`."""
 
-    __slots__ = ("_arena", "memory", "nbytes")
+    __slots__ = ("_arena", "_own_count", "memory", "nbytes")
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self.memory = arena.memory
         self.nbytes = arena.memory.nbytes
+        self._own_count = self._user_count()
 
     def view(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """Its first `numel` elements, as a flat tensor."""
         return self.memory[: numel * dtype.itemsize].view(dtype)
+
+    def is_viewed(self) -> bool:
+        """Whether some tensor still shows its memory."""
+        return self._user_count() > self._own_count
+
+    def _user_count(self) -> int:
+        count: int = torch._C._storage_Use_Count(self.memory.untyped_storage()._cdata)
+        return count
 
     def close(self) -> None:
         """For `HostBuffers`: the memory goes when the last view of it does."""
@@ -64,6 +74,8 @@ class HostBuffers:
         self._taken_nbytes = 0  # lent and idle
         self._idle_nbytes = 0
         self._has_warned = False
+        self._registered: dict[int, torch.Tensor] = {}  # by address
+        weakref.finalize(self, _unregister, engine, self._registered)
 
     @property
     def lent_nbytes(self) -> int:
@@ -105,18 +117,15 @@ class HostBuffers:
             return self._new(padded_nbytes(max(nbytes, 1), _PAGE_NBYTES))
 
     def give_back(self, buffer: HostBuffer) -> None:
-        """Nothing reads or writes it any more."""
+        """Its holder does not need it any more. Where somebody still has a view of it (DeepSpeed
+        gathers in place where there is one rank and no GPU, and autograd may keep a view of a
+        weight) it is never lent again: it counts no longer, and goes with the last view."""
         with self._lock:
-            if self._taken_nbytes > self.budget_nbytes:
+            if buffer.is_viewed() or self._taken_nbytes > self.budget_nbytes:
                 self._let_go(buffer)
                 return
             self._idle.setdefault(buffer.nbytes, []).append(buffer)
             self._idle_nbytes += buffer.nbytes
-
-    def abandon(self, buffer: HostBuffer) -> None:
-        """Somebody goes on using its memory: it counts no longer, and goes with the last view."""
-        with self._lock:
-            self._let_go(buffer)
 
     def close(self) -> None:
         """Lets go of what is idle. Lent buffers stay their holders'."""
@@ -127,6 +136,7 @@ class HostBuffers:
         buffer = HostBuffer(Arena(size, pin_memory=False))
         self._taken_nbytes += size
         if size >= _REGISTERED_FROM_NBYTES:
+            self._registered[buffer.memory.data_ptr()] = buffer.memory
             self._engine.register_memory(buffer.memory)
         return buffer
 
@@ -140,7 +150,15 @@ class HostBuffers:
 
     def _let_go(self, buffer: HostBuffer) -> None:
         self._taken_nbytes -= buffer.nbytes
-        if buffer.nbytes >= _REGISTERED_FROM_NBYTES:
-            with contextlib.suppress(SwapClosedError):  # then it has let go of all memory
-                self._engine.unregister_memory(buffer.memory)
+        memory = self._registered.pop(buffer.memory.data_ptr(), None)
+        if memory is not None:
+            _unregister(self._engine, {memory.data_ptr(): memory})
         buffer.close()
+
+
+def _unregister(engine: Engine, memories: dict[int, torch.Tensor]) -> None:
+    """Also of what is still lent when its `HostBuffers` are dropped: the engine is shared."""
+    with contextlib.suppress(SwapClosedError, SwapForkError):  # it has let go of all memory then
+        for memory in memories.values():
+            engine.unregister_memory(memory)
+    memories.clear()

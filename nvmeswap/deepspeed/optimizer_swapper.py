@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -92,6 +92,8 @@ class OptimizerSwapper:
         self._timers = timers
         self._timer_names: set[str] = set()
         self._close = weakref.finalize(self, self._store.close)
+        self._updated: set[str] = set()  # sub-groups, since they were swapped in
+        optimizer.register_step_post_hook(_note_updated(self._updated))
 
     def close(self) -> None:
         """Removes the files; calling again does nothing. What is in memory stays there. Raises
@@ -199,14 +201,18 @@ class OptimizerSwapper:
     def swap_out_optimizer_state(
         self, parameter: torch.Tensor, async_swap: bool = False
     ) -> None:
-        """Takes a sub-group back, its gradient being used up. Does not wait for the drive with
-        `async_swap` and pipeline_write. Raises SwapUsageError if it is not bound."""
+        """Takes a sub-group back. Its gradient goes if the optimizer has used it, and stays if
+        DeepSpeed's user has only changed a state. Does not wait for the drive with `async_swap` and
+        pipeline_write. Raises SwapUsageError if it is not bound."""
         group = self._begin(parameter)
         if group is None:
             return
         with self._timed("swap_out_state"):
             self._take_back(group, wait=not (async_swap and self._writes_behind))
-            self._traffic.drop_gradient(group)
+            is_used_up = group.gradient is None or not group.gradient.has_pieces
+            if is_used_up or group.id in self._updated:
+                self._traffic.drop_gradient(group)
+            self._updated.discard(group.id)
 
     def swap_out_gradients(
         self,
@@ -349,6 +355,18 @@ class OptimizerSwapper:
         finally:
             self._timers(name).stop()
             self._timer_names.add(name)
+
+
+def _note_updated(
+    updated: set[str],
+) -> Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], None]:
+    """A hook that holds no swapper. DeepSpeed puts a sub-group into `param_groups` for the step."""
+
+    def note(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for settings in optimizer.param_groups:
+            updated.update(getattr(each, "ds_id", "") for each in settings["params"])
+
+    return note
 
 
 def _is_hollow(name: str, value: object, group: SubGroup) -> bool:

@@ -66,15 +66,3 @@ class Partition:
         """Whether DeepSpeed's tensor is the buffer's memory."""
         shown = self.param.ds_tensor.data
         return self.buffer is not None and shown.data_ptr() == self.buffer.memory.data_ptr()
-
-    def is_gathered_in_place(self) -> bool:
-        """Whether the whole parameter is this very memory: where there is one rank and no GPU,
-        DeepSpeed gathers without a copy."""
-        whole = self.param.data
-        return (
-            self.buffer is not None
-            and whole.numel() > 0
-            and whole.device.type == "cpu"
-            and whole.untyped_storage().data_ptr()
-            == self.buffer.memory.untyped_storage().data_ptr()
-        )

@@ -81,26 +81,28 @@ class Residence:
     def _end_write(self, write: _Write) -> None:
         """Waits for it. Its buffer is kept as a copy of what is stored, or, if it failed, as the
         only one; unless the partition was written once more since, or is in memory again."""
-        partition = write.partition
+        partition, buffer, request = write
+        del write  # its request shows the buffer
         error: SwapError | None = None
         try:
-            write.request.wait()
+            request.wait()
         except SwapTimeoutError:  # the drive may still read the buffer
-            self._writes.appendleft(write)
+            self._writes.appendleft(_Write(partition, buffer, request))
             raise
         except SwapError as raised:
             error = raised
-        is_last = partition.write is write.request
+        is_last = partition.write is request
         if is_last:
             partition.write = None
+        del request
         if not is_last or partition.place is not Place.STORED:
-            self._buffers.give_back(write.buffer)
+            self._buffers.give_back(buffer)
         elif error is None:
-            partition.buffer, partition.place = write.buffer, Place.CACHED
+            partition.buffer, partition.place = buffer, Place.CACHED
             self._cached[partition] = None
             self._cached.move_to_end(partition, last=False)
         else:
-            partition.buffer, partition.place = write.buffer, Place.HELD
+            partition.buffer, partition.place = buffer, Place.HELD
             partition.is_saved = False
             self._show(partition)
         if error is not None:
@@ -224,10 +226,7 @@ class Residence:
         if partition.place is Place.HELD:
             buffer = partition.buffer
             assert buffer is not None
-            if partition.is_gathered_in_place():
-                self._buffers.abandon(buffer)  # the parameter stays for good, as persistent ones do
-                partition.buffer, partition.place = None, Place.STORED
-            elif partition.is_saved:
+            if partition.is_saved:
                 partition.place = Place.CACHED
                 self._cached[partition] = None
             elif partition.is_on_drive:

@@ -124,14 +124,12 @@ class Traffic:
             if group.gradient is not None and group.gradient.finish() is not None:
                 self._give_back(group.gradient)
         self._end_those_of(group.contents, keeps=True)
-        was_bound = group.place is Place.BOUND
-        if was_bound:
+        if group.place is Place.BOUND:
             group.unbind()
         for content in group.contents:
             content.finish()
             if content.is_stored:
-                # DeepSpeed on a CPU has given its user views of it, which must not change now.
-                self._give_back(content, has_views=was_bound)
+                self._give_back(content)
         away = all(content.memory is None for content in group.contents)
         group.place = Place.AWAY if away else Place.KEPT
 
@@ -226,7 +224,12 @@ class Traffic:
             assert self._ahead is not None
             self.release(self._ahead)
             return True
-        return any(self._spill(each) for each in self._gradients.values() if each is not needy)
+        for each in self._gradients.values():
+            if each is not needy:
+                with contextlib.suppress(SwapSpaceError):  # no room there either
+                    if self._spill(each):
+                        return True
+        return False
 
     def settle(self) -> None:
         """Ends what is written by now. Never blocks."""
@@ -265,10 +268,10 @@ class Traffic:
         if group is not None:
             group.place = Place.KEPT if keeps else Place.AWAY
 
-    def _give_back(self, content: Content, *, has_views: bool = False) -> None:
+    def _give_back(self, content: Content) -> None:
         buffer = content.leave_memory()
         if buffer is not None:
-            (self._buffers.abandon if has_views else self._buffers.give_back)(buffer)
+            self._buffers.give_back(buffer)
 
     # --- the store -------------------------------------------------------------------------------
 
