@@ -9,6 +9,8 @@ What is replaced, all of it or nothing (names of DeepSpeed 0.19.8):
 - `DeepSpeedZeroOptimizer_Stage3._partitioned_params_swap_out`: it updates a partition that was read
   ahead in memory alone, and that update is lost when the memory is given back;
 - `DeepSpeedZeroOptimizer_Stage3.destroy`: it gives memory and files back;
+- `DeepSpeedEngine._get_param_fragment_func` and `load_module_state_dict`: frozen parameters in
+  checkpoints (frozen.py);
 - the I/O engine, under all of them and FastPersist (inject.py).
 """
 
@@ -20,6 +22,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from nvmeswap.deepspeed.frozen import is_on_nvme, loaded_fragments, saved_fragment
 from nvmeswap.deepspeed.inject import inject_engine, withdraw_engine
 from nvmeswap.deepspeed.optimizer_swapper import OptimizerSwapper
 from nvmeswap.deepspeed.param_swapper import ParameterSwapper
@@ -29,6 +32,7 @@ TESTED_VERSION = "0.19.8"
 _ZERO = "deepspeed.runtime.zero"
 _PARTITIONING = f"{_ZERO}.partition_parameters"
 _STAGE3 = f"{_ZERO}.stage3"
+_ENGINE = "deepspeed.runtime.engine"
 _SWAPPING = "deepspeed.runtime.swap_tensor"
 
 
@@ -57,6 +61,9 @@ _SURFACE = (
     _Needed(_PARTITIONING, "Init._ensure_availability_of_partitioned_params", ("self", "params")),
     _Needed(_STAGE3, "DeepSpeedZeroOptimizer_Stage3._partitioned_params_swap_out", ("self", "i")),
     _Needed(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.destroy", ("self",)),
+    _Needed(_ENGINE, "DeepSpeedEngine._get_param_fragment_func", ("self", "param")),
+    _Needed(_ENGINE, "DeepSpeedEngine.load_module_state_dict"),
+    _Needed(_ENGINE, "FROZEN_PARAM_FRAGMENTS"),
     *(
         _Needed(_STAGE3, f"{swapper}.{method}", parameters)
         for swapper in ("PartitionedOptimizerSwapper", "PipelinedOptimizerSwapper")
@@ -102,6 +109,10 @@ def install() -> None:
     _replace(zero, "_partitioned_params_swap_out",
              _swap_out_partitions(zero._partitioned_params_swap_out))
     _replace(zero, "destroy", _destroy(zero.destroy))
+    engine, key = modules[_ENGINE].DeepSpeedEngine, modules[_ENGINE].FROZEN_PARAM_FRAGMENTS
+    _replace(engine, "_get_param_fragment_func", saved_fragment(engine._get_param_fragment_func))
+    _replace(engine, "load_module_state_dict",
+             loaded_fragments(engine.load_module_state_dict, key))
 
 
 def uninstall() -> None:
@@ -179,9 +190,9 @@ def _swap_out_partitions(former: Callable[[Any, int], None]) -> Callable[[Any, i
         master = self.fp32_partitioned_groups_flat[i].data
         pieces = master.split([param.ds_tensor.ds_numel for param in params])
         sources = {id(param): piece for param, piece in zip(params, pieces, strict=True)}
-        on_drive = [param for param in params if param.ds_tensor.final_location == "nvme"]
+        on_drive = [param for param in params if is_on_nvme(param)]
         for param in params:
-            if param.ds_tensor.final_location != "nvme":
+            if not is_on_nvme(param):
                 param.ds_tensor.data.copy_(sources[id(param)])
         for swapper, its_params in _by_swapper(on_drive).items():
             swapper.swap_out_partitioned_params(

@@ -120,8 +120,12 @@ class ParameterSwapper:
             for param, source in zip(dst_fp16_params, src_fp32_params, strict=True):
                 partition = self._known(param)
                 self._residence.hold(partition)
-                partition.view().copy_(source.view(-1))
-                self._residence.write(partition)
+                try:
+                    partition.view().copy_(source.reshape(-1))
+                    self._residence.write(partition)
+                except BaseException:
+                    self._residence.take_back(partition)
+                    raise
 
     def synchronize_writes(self) -> None:
         """Wait for all writes; raises the first error."""
@@ -201,6 +205,14 @@ class ParameterSwapper:
             self._residence.raise_failed_writes()
             self._residence.read_into(self._known(param), dest_buffer.view(-1))
 
+    def copy_of(self, param: Any) -> torch.Tensor:
+        """The partition, in memory of its own."""
+        with self._lock:
+            partition = self._known(param)
+            copy = torch.empty(partition.numel, dtype=partition.dtype, device="cpu")
+            self._residence.read_into(partition, copy)
+            return copy
+
     def get_path(self, param: Any, must_exist: bool = False) -> str:
         """A file with the partition's bytes from its beginning on, made by this call: it does not
         follow later writes. Raises SwapUsageError if it must exist and was never written."""
@@ -208,9 +220,7 @@ class ParameterSwapper:
         with self._lock:
             partition = self._partitions.get(param.ds_id)
             if partition is not None and partition.is_on_drive:
-                copy = torch.empty(partition.numel, dtype=partition.dtype, device="cpu")
-                self._residence.read_into(partition, copy)
-                _write_raw(path, copy)
+                _write_raw(path, self.copy_of(param))
             elif must_exist:
                 raise SwapUsageError(f"parameter {param.ds_id} was never written", path=path)
         return str(path)
@@ -245,7 +255,7 @@ class ParameterSwapper:
         Raises the error of a write that failed."""
         with self._lock:
             try:
-                self.synchronize_writes()
+                self.trim()
             finally:
                 self._finalizer()
                 self._buffers.close()

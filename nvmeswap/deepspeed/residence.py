@@ -62,6 +62,15 @@ class Residence:
         self._cached.pop(partition, None)
         partition.place, partition.is_saved = Place.HELD, False
 
+    def take_back(self, partition: Partition) -> None:
+        """Undoes `hold`, where what was to be written did not come about: what is on the drive
+        counts."""
+        if partition.place is Place.HELD and partition.is_on_drive:
+            assert partition.buffer is not None
+            self._buffers.give_back(partition.buffer)
+            partition.buffer, partition.place, partition.is_saved = None, Place.STORED, True
+            self.hide(partition.param)
+
     def write(self, partition: Partition) -> None:
         """Begins to write what its buffer has. Raises SwapSpaceError where it gets its space, and
         it is still held."""
@@ -129,6 +138,8 @@ class Residence:
     def start(self, partition: Partition, *, is_demand: bool) -> bool:
         """Begins to bring it into memory, or has it there; False if there is no memory for what is
         not demanded."""
+        if partition.place is Place.HELD and not partition.is_shown():
+            self._show(partition)
         if partition.place in (Place.HELD, Place.READY, Place.READING):
             return True
         if partition.place is Place.STORED and self._takes_from_write(partition):

@@ -37,7 +37,8 @@ class Content:
     """The bytes of one flat tensor: in memory, in the file of its key, or on the way.
 
     `memory` is None while only the file has them; `buffer` is what `memory` is a view of, None if
-    that is torch's own. `is_stored`: the file has them. `digest`: of what was last written there.
+    that is torch's own. `is_stored`: the file has them. `failure`: of what was last under way,
+    until somebody was told. `digest`: of what was last written there.
     """
 
     def __init__(self, key: str, numel: int, dtype: torch.dtype) -> None:
@@ -48,6 +49,7 @@ class Content:
         self.buffer: HostBuffer | None = None
         self.request: StoreRequest | None = None
         self.is_stored = False
+        self.failure: SwapError | None = None
         self.digest: int | None = None
 
     @property
@@ -80,18 +82,17 @@ class Content:
         buffer, self.buffer, self.memory = self.buffer, None, None
         return buffer
 
-    def finish(self) -> SwapError | None:
-        """Waits for what is under way; returns why it failed. Raises SwapTimeoutError."""
+    def finish(self) -> None:
+        """Waits for what is under way; notes whether it failed. Raises SwapTimeoutError."""
         if self.request is None:
-            return None
+            return
         failures = self.request.failed()
-        request, self.request = self.request, None
         if failures:
-            return failures[0]
-        if request.direction is Direction.WRITE:
-            self.digest = request.compute_digests()[0]
+            self.failure = failures[0]
+        elif self.request.direction is Direction.WRITE:
+            self.digest = self.request.compute_digests()[0]
             self.is_stored = True
-        return None
+        self.request = None
 
 
 class TensorContent(Content):

@@ -82,7 +82,7 @@ class Traffic:
         self._end_those_of(group.contents, keeps=True)
         changed = group.unstored
         self._start_writing(changed)
-        _raise_first([each.finish() for each in changed])
+        _raise_first(_settle(changed))
 
     def depart(self, group: SubGroup, *, wait: bool) -> None:
         """Starts to write it; its memory is free once that is over. Raises SwapSpaceError with
@@ -121,13 +121,13 @@ class Traffic:
         """Gives back the memory of all that its files have; waits for what is under way."""
         if group is self._ahead:
             self._ahead = None
-            if group.gradient is not None and group.gradient.finish() is not None:
+            if group.gradient is not None and any(_settle([group.gradient])):
                 self._give_back(group.gradient)
         self._end_those_of(group.contents, keeps=True)
         if group.place is Place.BOUND:
             group.unbind()
+        _settle(group.contents)  # what was not written is written again
         for content in group.contents:
-            content.finish()
             if content.is_stored:
                 self._give_back(content)
         away = all(content.memory is None for content in group.contents)
@@ -147,7 +147,7 @@ class Traffic:
     def forget(self, content: Content) -> None:
         """Gives its memory back, whatever is in it; waits for what is under way."""
         self._end_those_of([content], keeps=True)
-        content.finish()
+        _settle([content])
         self._give_back(content)
 
     def fill(self, group: SubGroup, content: Content) -> None:
@@ -169,9 +169,10 @@ class Traffic:
         self._gradients[group.id] = self._gradients.pop(group.id)
         self._end_those_of([gradient], keeps=True)
         self._read([gradient], group, Lane.DEMAND)
-        if (error := gradient.finish()) is not None:
+        failures = _settle([gradient])
+        if any(failures):
             self._give_back(gradient)
-            raise error
+        _raise_first(failures)
         return gradient
 
     def drop_gradient(self, group: SubGroup) -> None:
@@ -255,7 +256,7 @@ class Traffic:
         """Waits for a departure that is no longer listed. With `keeps` memory stays."""
         group = departure.group
         try:
-            errors = [each.finish() for each in departure.contents]
+            errors = _settle(departure.contents)
         except SwapTimeoutError:
             self._departures.insert(0, departure)
             raise
@@ -287,8 +288,7 @@ class Traffic:
                     content.key, content.memory, lane=Lane.WRITEBACK
                 )
         except BaseException:
-            for content in contents:
-                content.finish()
+            _settle(contents)
             raise
 
     def has_file(self, file_name: str) -> bool:
@@ -310,13 +310,13 @@ class Traffic:
                     assert content.memory is not None
                     content.request = self._store.read(content.key, content.memory, lane=lane)
         except BaseException:
+            _settle(started)
             for content in started:
-                content.finish()
                 self._give_back(content)
             raise
 
     def _finish_reading(self, group: SubGroup) -> None:
-        errors = [each.finish() for each in group.contents]
+        errors = _settle(group.contents)
         if any(errors):
             self.release(group)
         _raise_first(errors)
@@ -324,6 +324,17 @@ class Traffic:
 
 def _is_at_rest(gradient: Gradient | None) -> bool:
     return gradient is not None and gradient.memory is not None and gradient.request is None
+
+
+def _settle(contents: Sequence[Content]) -> list[SwapError | None]:
+    """Waits for all, and tells each failure once: where the wait is cut short (SwapTimeoutError,
+    Ctrl-C) those that are known by then are told the next time."""
+    for content in contents:
+        content.finish()
+    failures = [content.failure for content in contents]
+    for content in contents:
+        content.failure = None
+    return failures
 
 
 def _raise_first(errors: Sequence[SwapError | None]) -> None:

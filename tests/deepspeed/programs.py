@@ -384,17 +384,33 @@ def muon(json: Json, folder: Path) -> Run:
     return Run(losses, weights(engine))
 
 
-def checkpoint_saved(json: Json, folder: Path) -> Run:
+def checkpoint_saved(
+    json: Json, folder: Path, make: Callable[[], nn.Module] = Layers
+) -> Run:
     """Two steps, a checkpoint, two more."""
-    engine = start(json, build(json))
+    engine = start(json, build(json, make))
     losses = train(engine, range(2))
     engine.save_checkpoint(str(folder / "checkpoint"))
     return end(engine, losses + train(engine, range(2, 4)))
 
 
-def checkpoint_resumed(json: Json, folder: Path) -> Run:
-    """The two more, in a process that began anew."""
-    engine = start(json, build(json))
+def checkpoint_resumed(
+    json: Json, folder: Path, make: Callable[[], nn.Module] = Layers
+) -> Run:
+    """The two more, in a process that began anew, with other weights."""
+    engine = start(json, build(json, make))
+    for value in engine.module.parameters():
+        with deepspeed.zero.GatheredParameters([value], modifier_rank=0):
+            if dist.get_rank() == 0:
+                value.data.fill_(0.5)
     path, _ = engine.load_checkpoint(str(folder / "checkpoint"))
     assert path is not None
     return end(engine, train(engine, range(2, 4)))
+
+
+def adapted_checkpoint_saved(json: Json, folder: Path) -> Run:
+    return checkpoint_saved(json, folder, Adapted)
+
+
+def adapted_checkpoint_resumed(json: Json, folder: Path) -> Run:
+    return checkpoint_resumed(json, folder, Adapted)

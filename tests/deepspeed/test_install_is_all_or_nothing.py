@@ -93,7 +93,9 @@ print("argv", sys.argv[1:])
 def test_environment_variable_installs_once_deepspeed_is_imported(tmp_path: Path) -> None:
     script = """
 import nvmeswap.deepspeed.hook
+import importlib.util
 import nvmeswap.deepspeed
+assert importlib.util.find_spec("deepspeed") is not None  # as transformers does
 assert not nvmeswap.deepspeed.is_installed()
 import deepspeed
 import os

@@ -73,6 +73,17 @@ def test_run_resumed_from_a_checkpoint_goes_on_as_the_other(
     assert_equal(resumed, [replace(each, losses=each.losses[2:]) for each in saved])
 
 
+def test_checkpoint_has_the_frozen_base(tmp_path: Path) -> None:
+    """DeepSpeed saves a placeholder of one element for what is frozen and on NVMe.
+
+    # field case F08
+    """
+    place = nvme_path(tmp_path)
+    saved = run_ranks(Case("adapted_checkpoint_saved"), 2, tmp_path, place)
+    resumed = run_ranks(Case("adapted_checkpoint_resumed"), 2, tmp_path, place)
+    assert_equal(resumed, [replace(each, losses=each.losses[2:]) for each in saved])
+
+
 def test_two_jobs_share_a_folder(
     tmp_path: Path, in_ram: Callable[[Case, int], list[Run]]
 ) -> None:
