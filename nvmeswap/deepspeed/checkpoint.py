@@ -5,10 +5,13 @@ A copy has what the files lack in nvmeswap_optimizer.json (numbers of one versio
     {"format": 1, "sub_groups": {"0_1": {"numel": 524289,
         "master": {"dtype": "float32", "digest": "9c5a..."},
         "states": {"exp_avg": {"dtype": "float32", "digest": "07b1..."}},
-        "values": {"step": {"dtype": "float32", "shape": [], "elements": [5.0]}}}}}
+        "values": {"step": {"dtype": "float32", "shape": [], "elements": [5.0]}}}},
+     "param_groups": [{"lr": 0.001, "betas": [0.9, 0.999]}]}
 
 `digest` is the xxh3_64 of the tensor's bytes, which are the first of its file; `values` are the
-states that are not swapped, tensors or plain numbers. A reader must refuse another format number.
+states that are not swapped, tensors or plain numbers; `param_groups` are the optimizer's, without
+its parameters: DeepSpeed restores a scheduler, which sets its rate only after the next step. A
+reader must refuse another format number.
 
 Whether something was copied in is seen by the files' times: those that we leave are to the
 nanosecond when the folder was asked for, and no copy has the same.
@@ -65,11 +68,12 @@ class CheckpointFolder:
         """Whether there may be something to take in."""
         return bool(self._marks)
 
-    def publish(self, groups: Iterable[SubGroup], states: States) -> None:
+    def publish(self, groups: Iterable[SubGroup], optimizer: torch.optim.Optimizer) -> None:
         """All is in the files: adds what they lack. Raises SwapWriteError."""
         content = {
             "format": _FORMAT,
-            "sub_groups": {group.id: _group_to_json(group, states) for group in groups},
+            "sub_groups": {group.id: _group_to_json(group, optimizer.state) for group in groups},
+            "param_groups": [_settings_to_json(each) for each in optimizer.param_groups],
         }
         self._save(json.dumps(content))
         self._marks = {}
@@ -78,7 +82,12 @@ class CheckpointFolder:
             os.utime(self._folder / name, ns=(now_ns, now_ns))
             self._marks[name] = _mark(self._folder / name)
 
-    def take_in(self, groups: Mapping[str, SubGroup], states: States, traffic: Traffic) -> None:
+    def take_in(
+        self,
+        groups: Mapping[str, SubGroup],
+        optimizer: torch.optim.Optimizer,
+        traffic: Traffic,
+    ) -> None:
         """Where a checkpoint was copied into the folder meanwhile, it becomes what the sub-groups
         are. Raises SwapManifestError, SwapChecksumError, SwapReadError, each time until all is
         taken; SwapSpaceError, SwapWriteError."""
@@ -89,9 +98,12 @@ class CheckpointFolder:
             # It is another owner's now; ours is still locked, and says to people who we are.
             (self._folder / OWNER_FILE).write_bytes(self._owner)
             if SIDECAR_FILE in arrived:
-                self._take_saved(groups, states, traffic)
+                try:
+                    self._take_saved(groups, optimizer, traffic)
+                except (KeyError, TypeError, AttributeError, ValueError) as error:
+                    raise self._unreadable(f"{type(error).__name__}: {error}") from error
             else:
-                self._take_bare(groups, states, traffic, arrived)
+                self._take_bare(groups, optimizer.state, traffic, arrived)
             traffic.wait_for_writes()
             for name in arrived - {SIDECAR_FILE}:
                 if not traffic.has_file(name):  # nobody's; it would be in the way of a new file
@@ -101,9 +113,18 @@ class CheckpointFolder:
     # --- a copy of ours --------------------------------------------------------------------------
 
     def _take_saved(
-        self, groups: Mapping[str, SubGroup], states: States, traffic: Traffic
+        self,
+        groups: Mapping[str, SubGroup],
+        optimizer: torch.optim.Optimizer,
+        traffic: Traffic,
     ) -> None:
-        saved = _load(self._folder / SIDECAR_FILE)
+        content = json.loads((self._folder / SIDECAR_FILE).read_text())
+        if content["format"] != _FORMAT:
+            raise self._unreadable(f"its format is {content['format']}, not {_FORMAT}")
+        saved, settings = content["sub_groups"], content["param_groups"]
+        if len(settings) != len(optimizer.param_groups):
+            here = len(optimizer.param_groups)
+            raise self._differs("number of param_groups", len(settings), here)
         pairs = self._pair(saved, groups)
         for saved_id, group in pairs:
             if saved[saved_id]["numel"] != group.numel:
@@ -112,11 +133,13 @@ class CheckpointFolder:
         for saved_id, group in pairs:
             facts = saved[saved_id]
             traffic.discard(group)
-            self._take_states(group, facts, states)
+            self._take_states(group, facts, optimizer.state)
             copies = {group.id: _Copy(saved_id, facts["master"]["digest"])}
             for name, state in facts["states"].items():
                 copies[group.states[name].key] = _Copy(f"{name}-{saved_id}", state["digest"])
             self._take_files(group, copies, traffic)
+        for mine, theirs in zip(optimizer.param_groups, settings, strict=True):
+            mine.update({name: _like(mine.get(name), value) for name, value in theirs.items()})
 
     def _pair(
         self, saved: Mapping[str, Any], groups: Mapping[str, SubGroup]
@@ -127,7 +150,8 @@ class CheckpointFolder:
             return list(groups.items())
         if len(saved) != len(groups) or saved.keys() & groups.keys():
             raise self._differs("sub_groups", sorted(saved), sorted(groups))
-        return list(zip(saved, groups.values(), strict=True))
+        here = sorted(groups.values(), key=lambda group: _first_number(group.id))
+        return list(zip(sorted(saved, key=_first_number), here, strict=True))
 
     def _take_states(self, group: SubGroup, facts: Mapping[str, Any], states: States) -> None:
         """The optimizer has the states that were saved, swapped ones empty."""
@@ -242,11 +266,22 @@ class CheckpointFolder:
                 intact="all states", fix="free space there",
             ) from error
 
+    def _unreadable(self, what: str) -> SwapManifestError:
+        return SwapManifestError(
+            f"the states' description can't be read ({what})", field="format",
+            path=self._folder / SIDECAR_FILE, fix=_DAMAGED_FIX,
+        )
+
     def _differs(self, field: str, saved: object, here: object) -> SwapManifestError:
         return SwapManifestError(
             f"the checkpoint is of something else: {field} saved {saved}, here {here}",
             field=field, path=self._folder / SIDECAR_FILE, fix=_OTHER_CHECKPOINT_FIX,
         )
+
+
+def _first_number(group_id: str) -> int:
+    """Of its first parameter: sub-groups in the model's order, whatever order they are made in."""
+    return int(group_id.split("_")[0])
 
 
 def _open_private(path: str, flags: int) -> int:
@@ -256,21 +291,6 @@ def _open_private(path: str, flags: int) -> int:
 def _mark(path: Path) -> _Mark:
     facts = path.stat()
     return facts.st_mtime_ns, facts.st_size, facts.st_ino
-
-
-def _load(path: Path) -> dict[str, Any]:
-    """The sub-groups. Raises SwapManifestError."""
-    try:
-        content = json.loads(path.read_text())
-        if content["format"] == _FORMAT:
-            return dict(content["sub_groups"])
-        what = f"its format is {content['format']}, not {_FORMAT}"
-    except (ValueError, KeyError, TypeError) as error:
-        what = f"{type(error).__name__}: {error}"
-    raise SwapManifestError(
-        f"the states' description can't be read ({what})", field="format", path=path,
-        fix=_DAMAGED_FIX,
-    )
 
 
 def _group_to_json(group: SubGroup, states: States) -> dict[str, Any]:
@@ -284,6 +304,26 @@ def _group_to_json(group: SubGroup, states: States) -> dict[str, Any]:
             name: _to_json(value) for name, value in others.items() if _is_told(name, value)
         },
     }
+
+
+def _settings_to_json(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a parameter group that JSON can tell; others stay what they are."""
+    return {
+        name: _to_json(value)
+        for name, value in settings.items()
+        if name != "params" and (isinstance(value, torch.Tensor) or _is_plain(value))
+    }
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _like(mine: object, saved: Any) -> Any:
+    """The saved setting, in the type that the optimizer has it in."""
+    return tuple(saved) if isinstance(mine, tuple) else _from_json(saved)
 
 
 def _name_of(dtype: torch.dtype) -> str:

@@ -1,7 +1,6 @@
 """Importing this with NVMESWAP_DEEPSPEED=1 in the environment calls `install` as soon as the
-process has imported DeepSpeed. For launchers whose command can't be changed: a file
-`nvmeswap.pth` in site-packages with the line `import nvmeswap.deepspeed.hook` imports it in every
-Python, at no cost where the variable is not set.
+process has imported DeepSpeed. For launchers whose command can't be changed: a file in
+site-packages imports it (docs/howto/deepspeed.md).
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ What is replaced, all of it or nothing (names of DeepSpeed 0.19.8):
   reads; ours waits for those asked for;
 - `DeepSpeedZeroOptimizer_Stage3._partitioned_params_swap_out`: it updates a partition that was read
   ahead in memory alone, and that update is lost when the memory is given back;
-- `DeepSpeedZeroOptimizer_Stage3.destroy`: it gives memory and files back;
+- `DeepSpeedZeroOptimizer_Stage3.destroy`: it gives memory back, and the optimizer's files;
+- `DeepSpeedZeroOptimizer_Stage3.zero_grad`: gradients of a step that was skipped go as well;
 - `DeepSpeedEngine._get_param_fragment_func` and `load_module_state_dict`: frozen parameters in
   checkpoints (frozen.py);
 - the I/O engine, under all of them and FastPersist (inject.py).
@@ -33,7 +34,7 @@ _ZERO = "deepspeed.runtime.zero"
 _PARTITIONING = f"{_ZERO}.partition_parameters"
 _STAGE3 = f"{_ZERO}.stage3"
 _ENGINE = "deepspeed.runtime.engine"
-_SWAPPING = "deepspeed.runtime.swap_tensor"
+_INHERITED = object()
 
 
 class _Needed(NamedTuple):
@@ -61,6 +62,7 @@ _SURFACE = (
     _Needed(_PARTITIONING, "Init._ensure_availability_of_partitioned_params", ("self", "params")),
     _Needed(_STAGE3, "DeepSpeedZeroOptimizer_Stage3._partitioned_params_swap_out", ("self", "i")),
     _Needed(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.destroy", ("self",)),
+    _Needed(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.zero_grad"),
     _Needed(_ENGINE, "DeepSpeedEngine._get_param_fragment_func", ("self", "param")),
     _Needed(_ENGINE, "DeepSpeedEngine.load_module_state_dict"),
     _Needed(_ENGINE, "FROZEN_PARAM_FRAGMENTS"),
@@ -109,6 +111,7 @@ def install() -> None:
     _replace(zero, "_partitioned_params_swap_out",
              _swap_out_partitions(zero._partitioned_params_swap_out))
     _replace(zero, "destroy", _destroy(zero.destroy))
+    _replace(zero, "zero_grad", _zero_grad(zero.zero_grad))
     engine, key = modules[_ENGINE].DeepSpeedEngine, modules[_ENGINE].FROZEN_PARAM_FRAGMENTS
     _replace(engine, "_get_param_fragment_func", saved_fragment(engine._get_param_fragment_func))
     _replace(engine, "load_module_state_dict",
@@ -119,7 +122,10 @@ def uninstall() -> None:
     """Put back what `install` replaced. What was built meanwhile keeps ours. May be repeated."""
     while _replaced:
         owner, name, former = _replaced.pop()
-        setattr(owner, name, former)
+        if former is _INHERITED:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, former)
     withdraw_engine()
 
 
@@ -129,7 +135,7 @@ def is_installed() -> bool:
 
 
 def _replace(owner: Any, name: str, ours: Any) -> None:
-    _replaced.append((owner, name, vars(owner)[name]))
+    _replaced.append((owner, name, vars(owner).get(name, _INHERITED)))
     setattr(owner, name, ours)
 
 
@@ -155,6 +161,14 @@ def _check_surface() -> dict[str, Any]:
             if got != needed.parameters:
                 missing.append(f"{needed.module}.{needed.path}({', '.join(needed.parameters)}), "
                                f"which has ({', '.join(got)})")
+    partitioning, stage3 = modules[_PARTITIONING], modules[_STAGE3]
+    for theirs, ours in (
+        (getattr(partitioning, "AsyncPartitionedParameterSwapper", None), ParameterSwapper),
+        (getattr(stage3, "PartitionedOptimizerSwapper", None), OptimizerSwapper),
+        (getattr(stage3, "PipelinedOptimizerSwapper", None), OptimizerSwapper),
+    ):
+        unknown = {name for name in dir(theirs) if not name.startswith("_")} - set(dir(ours))
+        missing += [f"{theirs}.{name}, which ours lacks" for name in sorted(unknown)]
     if missing:
         version = getattr(importlib.import_module("deepspeed"), "__version__", "of unknown version")
         raise SwapConfigError(
@@ -215,6 +229,17 @@ def _destroy(former: Callable[[Any], None]) -> Callable[[Any], None]:
             swapper.trim()
 
     return destroy
+
+
+def _zero_grad(former: Callable[..., None]) -> Callable[..., None]:
+    """For the ZeRO-3 optimizer: DeepSpeed calls it after each step, also one that is skipped."""
+
+    def zero_grad(self: Any, *args: Any, **keywords: Any) -> None:
+        former(self, *args, **keywords)
+        if isinstance(self.optimizer_swapper, OptimizerSwapper):
+            self.optimizer_swapper.drop_gradients()
+
+    return zero_grad
 
 
 def _is_ours(param: Any) -> bool:

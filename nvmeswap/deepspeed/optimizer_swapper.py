@@ -93,13 +93,14 @@ class OptimizerSwapper:
         self._timer_names: set[str] = set()
         self._close = weakref.finalize(self, self._store.close)
         self._updated: set[str] = set()  # sub-groups, since they were swapped in
-        optimizer.register_step_post_hook(_note_updated(self._updated))
+        self._hook = optimizer.register_step_post_hook(_note_updated(self._updated))
 
     def close(self) -> None:
         """Removes the files; calling again does nothing. What is in memory stays there. Raises
         SwapTimeoutError with nothing removed: call it again."""
         self._store.close()
         self._close.detach()
+        self._hook.remove()
         self.buffers.close()
 
     def stats(self) -> StoreStats:
@@ -136,7 +137,7 @@ class OptimizerSwapper:
             if group.place is Place.BOUND:
                 group.collect()
             self._traffic.write(group)
-        self._folder.publish(self._groups.values(), self._optimizer.state)
+        self._folder.publish(self._groups.values(), self._optimizer)
         return str(self._store.folder)
 
     def initialize_parameters(
@@ -230,11 +231,19 @@ class OptimizerSwapper:
             for offset, piece in zip(gradient_offsets, gradient_tensors, strict=True):
                 gradient.put(offset, piece)
 
+    def drop_gradients(self) -> None:
+        """All of them; for a step that is not taken."""
+        self._begin()
+        for group in self._groups.values():
+            if group.place is not Place.BOUND:
+                self._traffic.drop_gradient(group)
+
     def flush_gradients(self) -> None:
         """Nothing is pending: gradients are copied at once."""
 
     def release_swap_buffers(self, parameter: torch.Tensor) -> None:
-        """Takes a bound sub-group back as it was swapped in; its gradient stays."""
+        """Takes a bound sub-group back; its gradient stays. What was changed in it does not count,
+        unless the sub-group is one of those that stay in memory."""
         group = self._begin(parameter)
         if group is not None and group.place is Place.BOUND:
             self._release(group)
@@ -286,7 +295,7 @@ class OptimizerSwapper:
         sub-group of `parameter`, None if it is not swapped."""
         self._traffic.settle()
         if self._folder.is_published:
-            self._folder.take_in(self._groups, self._optimizer.state, self._traffic)
+            self._folder.take_in(self._groups, self._optimizer, self._traffic)
         return None if parameter is None else self._group(parameter)
 
     def _group(self, parameter: torch.Tensor) -> SubGroup | None:

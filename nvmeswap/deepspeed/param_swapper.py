@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from nvmeswap.deepspeed.buffers import HostBuffer, HostBuffers
+from nvmeswap.deepspeed.buffers import HostBuffers
 from nvmeswap.deepspeed.partition import Partition
 from nvmeswap.deepspeed.residence import Residence
 from nvmeswap.deepspeed.space import open_store
@@ -58,7 +58,8 @@ class ParameterSwapper:
         self._residence = Residence(self._store, self._buffers, status)
         self._lock = threading.RLock()
         self._partitions: dict[int, Partition] = {}  # by ds_id
-        self._reserved: list[HostBuffer] = []
+        self._largest_nbytes = 1
+        self._copies: list[Path] = []  # that `get_path` has made
         self._finalizer = weakref.finalize(self, self._store.close)
 
     # --- what goes to NVMe -----------------------------------------------------------------------
@@ -79,6 +80,7 @@ class ParameterSwapper:
             if partition is None:
                 partition = Partition(param, self.dtype, numel)
                 self._partitions[param.ds_id] = partition
+                self._largest_nbytes = max(self._largest_nbytes, partition.nbytes)
             elif partition.numel != numel:
                 raise SwapUsageError(
                     f"parameter {param.ds_id} has a partition of {partition.numel:_} elements, "
@@ -92,6 +94,9 @@ class ParameterSwapper:
     ) -> None:
         """Write partitions; their memory is not DeepSpeed's any more. Does not wait for the drive:
         what reads them later does. Raises SwapSpaceError with them still in memory."""
+        params, others = self._mine(params)
+        for swapper, its_params in others.items():
+            swapper.swap_out_and_release(its_params)
         with self._lock:
             self._residence.raise_failed_writes()
             for param in params:
@@ -137,8 +142,7 @@ class ParameterSwapper:
     def available_swap_in_buffers(self) -> int:
         """How many more partitions of the largest size can be read ahead."""
         with self._lock:
-            largest = max((each.nbytes for each in self._partitions.values()), default=1)
-            return self._residence.left_nbytes // largest
+            return self._residence.left_nbytes // self._largest_nbytes
 
     def swap_in(
         self,
@@ -148,6 +152,10 @@ class ParameterSwapper:
     ) -> None:
         """Read partitions: all, and wait for these; or with `async_op` those for which there is
         memory, without waiting. `swap_in_buffers`: memory of the caller's for them, waited for."""
+        if swap_in_buffers is None:
+            params, others = self._mine(params)
+            for swapper, its_params in others.items():
+                swapper.swap_in(its_params, async_op)
         with self._lock:
             self._residence.raise_failed_writes()
             for param in params:
@@ -191,6 +199,9 @@ class ParameterSwapper:
 
     def remove_partition_and_release_buffers(self, params: Sequence[Any]) -> None:
         """DeepSpeed needs them no longer; nothing is written."""
+        params, others = self._mine(params)
+        for swapper, its_params in others.items():
+            swapper.remove_partition_and_release_buffers(its_params)
         with self._lock:
             for param in params:
                 partition = self._partitions.get(param.ds_id)
@@ -220,24 +231,22 @@ class ParameterSwapper:
         with self._lock:
             partition = self._partitions.get(param.ds_id)
             if partition is not None and partition.is_on_drive:
+                self._copies.append(path)
                 _write_raw(path, self.copy_of(param))
             elif must_exist:
                 raise SwapUsageError(f"parameter {param.ds_id} was never written", path=path)
         return str(path)
 
     def reserve_available_buffers(self) -> list[torch.Tensor]:
-        """One buffer of `buffer_size` elements, until `release_reserved_buffers`."""
-        with self._lock:
-            buffer = self._residence.take(self._buffer_numel * self.dtype.itemsize, is_demand=True)
-            assert buffer is not None
-            self._reserved.append(buffer)
-            return [buffer.view(self.dtype, self._buffer_numel)]
+        """For `fast_init`: DeepSpeed wants at least one, for its optimizer swapper, and ours does
+        not need it: an empty one."""
+        return [torch.empty(0, dtype=self.dtype, device="cpu")]
 
     def release_reserved_buffers(self) -> None:
-        """Take them back."""
+        """The end of `fast_init`: the files that `get_path` has made go."""
         with self._lock:
-            while self._reserved:
-                self._buffers.give_back(self._reserved.pop())
+            while self._copies:
+                self._copies.pop().unlink(missing_ok=True)
 
     def trim(self) -> None:
         """Give back the memory of all that is on NVMe and not in use."""
@@ -257,10 +266,20 @@ class ParameterSwapper:
             try:
                 self.trim()
             finally:
-                self._finalizer()
-                self._buffers.close()
+                self._store.close()
+                self._finalizer.detach()
 
     # --- inside ----------------------------------------------------------------------------------
+
+    def _mine(self, params: Sequence[Any]) -> tuple[list[Any], dict[ParameterSwapper, list[Any]]]:
+        """DeepSpeed gives the parameters of several `zero.Init` to the swapper of the first."""
+        mine: list[Any] = []
+        others: dict[ParameterSwapper, list[Any]] = {}
+        for param in params:
+            swapper = getattr(param, "nvme_swapper", self)
+            is_others = swapper is not self and isinstance(swapper, ParameterSwapper)
+            (others.setdefault(swapper, []) if is_others else mine).append(param)
+        return mine, others
 
     def _known(self, param: Any) -> Partition:
         partition = self._partitions.get(param.ds_id)

@@ -1,8 +1,12 @@
 """Which partitions are in memory, which are on their way, and what has to go for others.
 
-Where the budget is used up: what is cached goes first, the longest unused before the others; then a
-write is waited for, whose buffer is free then; then what was read ahead last and not asked for is
-dropped; and only then more memory is taken, with a warning.
+What DeepSpeed can see, a partition's status, must be the same on all ranks: its coordinator
+gathers ahead what is not NOT_AVAILABLE, and ranks that differ there would meet in different
+collectives. So what may be read ahead, and what is dropped for a demand (the last that was read
+ahead), is decided by the sizes of what is in DeepSpeed's hands or read ahead, which comes of its
+calls alone. How the memory for it is found depends on how long writes take, and is seen by nobody:
+copies go first, the longest unused before the others; then a write is waited for, whose buffer is
+free then; and only then more memory is taken, with a warning.
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ class Residence:
         self._store = store
         self._buffers = buffers
         self._status = status
+        self._held: set[Partition] = set()  # or on their way to that
         self._reading: dict[Partition, None] = {}  # or READY, in the order they were asked for
         self._cached: OrderedDict[Partition, None] = OrderedDict()  # the longest unused first
         self._writes: deque[_Write] = deque()
@@ -48,7 +53,12 @@ class Residence:
     @property
     def left_nbytes(self) -> int:
         """Bytes that what is read ahead can still take."""
-        return self._buffers.left_nbytes + sum(each.nbytes for each in self._cached)
+        return max(self._buffers.budget_nbytes - self._shown_nbytes, 0)
+
+    @property
+    def _shown_nbytes(self) -> int:
+        held_nbytes = sum(each.nbytes for each in self._held)
+        return held_nbytes + sum(each.nbytes for each in self._reading)
 
     def is_read_ahead(self, partition: Partition) -> bool:
         """Whether nobody has asked for it yet."""
@@ -57,16 +67,19 @@ class Residence:
     def hold(self, partition: Partition) -> None:
         """Its buffer is DeepSpeed's, or ours to fill, whatever is on its way or cached."""
         self._forget_read(partition)
+        self._make_room(partition.nbytes)
         if partition.buffer is None:
-            partition.buffer = self.take(partition.nbytes, is_demand=True)
+            partition.buffer = self.take(partition.nbytes)
         self._cached.pop(partition, None)
         partition.place, partition.is_saved = Place.HELD, False
+        self._held.add(partition)
 
     def take_back(self, partition: Partition) -> None:
         """Undoes `hold`, where what was to be written did not come about: what is on the drive
         counts."""
         if partition.place is Place.HELD and partition.is_on_drive:
             assert partition.buffer is not None
+            self._held.discard(partition)
             self._buffers.give_back(partition.buffer)
             partition.buffer, partition.place, partition.is_saved = None, Place.STORED, True
             self.hide(partition.param)
@@ -85,6 +98,7 @@ class Residence:
         partition.write = request
         self._writes.append(_Write(partition, buffer, request))
         partition.place, partition.buffer, partition.is_saved = Place.STORED, None, True
+        self._held.discard(partition)
         self.hide(param)
 
     def _end_write(self, write: _Write) -> None:
@@ -95,10 +109,12 @@ class Residence:
         error: SwapError | None = None
         try:
             request.wait()
-        except SwapTimeoutError:  # the drive may still read the buffer
-            self._writes.appendleft(_Write(partition, buffer, request))
-            raise
-        except SwapError as raised:
+        except BaseException as raised:
+            is_over = isinstance(raised, SwapError) and not isinstance(raised, SwapTimeoutError)
+            if not is_over:  # the drive may still read the buffer
+                self._writes.appendleft(_Write(partition, buffer, request))
+                raise
+            assert isinstance(raised, SwapError)
             error = raised
         is_last = partition.write is request
         if is_last:
@@ -113,6 +129,7 @@ class Residence:
         else:
             partition.buffer, partition.place = buffer, Place.HELD
             partition.is_saved = False
+            self._held.add(partition)
             self._show(partition)
         if error is not None:
             raise error
@@ -142,12 +159,19 @@ class Residence:
             self._show(partition)
         if partition.place in (Place.HELD, Place.READY, Place.READING):
             return True
+        if is_demand:
+            self._make_room(partition.nbytes)
+        elif partition.nbytes > self.left_nbytes:
+            return False
+        if partition.write is not None and not is_demand:  # it has it, but who may wait is later
+            partition.place = Place.READING
+            partition.param.ds_tensor.status = self._status.INFLIGHT
+            self._reading[partition] = None
+            return True
         if partition.place is Place.STORED and self._takes_from_write(partition):
             pass
         elif partition.place is Place.STORED:
-            buffer = self.take(partition.nbytes, is_demand=is_demand)
-            if buffer is None:
-                return False
+            buffer = self.take(partition.nbytes)
             lane = Lane.DEMAND if is_demand else Lane.PREFETCH
             into = buffer.view(partition.dtype, partition.numel)
             try:
@@ -180,6 +204,7 @@ class Residence:
             for partition in partitions:
                 self.start(partition, is_demand=True)
                 self._reading.pop(partition, None)  # so that the next does not drop it
+                self._held.add(partition)
             for partition in partitions:
                 self._finish(partition)
                 partition.place = Place.HELD
@@ -187,6 +212,8 @@ class Residence:
             for partition in partitions:
                 if partition.place in (Place.READING, Place.READY):
                     self._reading[partition] = None
+                if partition.place is not Place.HELD:
+                    self._held.discard(partition)
             raise
 
     def synchronize_reads(self) -> None:
@@ -198,12 +225,19 @@ class Residence:
         """Waits for its read and shows it to DeepSpeed."""
         if partition.place is not Place.READING:
             return
-        assert partition.read is not None
         try:
-            partition.read.wait()
+            if partition.read is not None:
+                partition.read.wait()
+            else:
+                partition.place = Place.STORED
+                if not self._takes_from_write(partition):  # it is over, and the copy went
+                    partition.buffer = self.take(partition.nbytes)
+                    into = partition.view()
+                    self._store.read(partition.key, into, lane=Lane.DEMAND).wait()
         except BaseException:
             self._forget_read(partition)
             raise
+        self._cached.pop(partition, None)
         partition.read = None
         partition.place = Place.READY
         self._show(partition)
@@ -212,13 +246,15 @@ class Residence:
         """If it was read ahead: drops what is on its way, and what came of it becomes a copy."""
         self._reading.pop(partition, None)
         if partition.place is Place.READING:
-            assert partition.read is not None and partition.buffer is not None
-            partition.read.drop()
-            partition.read.settle()
-            self._buffers.give_back(partition.buffer)
-            partition.read = partition.buffer = None
+            if partition.read is not None:
+                partition.read.drop()
+                partition.read.settle()
+            partition.read = None  # it shows the buffer
             partition.place = Place.STORED
             self.hide(partition.param)
+            if partition.buffer is not None:
+                self._buffers.give_back(partition.buffer)
+                partition.buffer = None
         elif partition.place is Place.READY:
             partition.place = Place.CACHED
             self._cached[partition] = None
@@ -235,6 +271,7 @@ class Residence:
         """DeepSpeed needs it no longer."""
         self._forget_read(partition)
         if partition.place is Place.HELD:
+            self._held.discard(partition)
             buffer = partition.buffer
             assert buffer is not None
             if partition.is_saved:
@@ -243,8 +280,9 @@ class Residence:
             elif partition.is_on_drive:
                 self.write(partition)  # which had failed: there is no other copy
             else:
-                self._buffers.give_back(buffer)
+                self.hide(partition.param)
                 partition.buffer, partition.place = None, Place.STORED
+                self._buffers.give_back(buffer)
         self.hide(partition.param)
 
     def read_into(self, partition: Partition, into: torch.Tensor) -> None:
@@ -253,25 +291,30 @@ class Residence:
             into[: partition.numel].copy_(partition.view())
             return
         if into.device.type == "cpu" and into.dtype is partition.dtype and into.is_contiguous():
-            target = into[: partition.numel]
-            self._store.read(partition.key, target, lane=Lane.DEMAND).wait()
+            read = self._store.read(partition.key, into[: partition.numel], lane=Lane.DEMAND)
+            try:
+                read.wait()
+            except BaseException:  # nothing may land in the caller's memory later
+                read.drop()
+                read.settle()
+                raise
             return
         copy = torch.empty(partition.numel, dtype=partition.dtype, device="cpu")
         self._store.read(partition.key, copy, lane=Lane.DEMAND).wait()
         into[: partition.numel].copy_(copy)
 
-    def take(self, nbytes: int, *, is_demand: bool) -> HostBuffer | None:
-        """Memory, at the cost of what needs it less; None only for what is not demanded."""
+    def _make_room(self, nbytes: int) -> None:
+        """For what is demanded: drops what was read ahead, the last first, until it fits."""
+        while self._reading and nbytes > self.left_nbytes:
+            self._forget_read(next(reversed(self._reading)))
+
+    def take(self, nbytes: int) -> HostBuffer:
+        """Memory, at the cost of what nobody has asked for."""
         while (buffer := self._buffers.take(nbytes)) is None:
             if self._cached:
                 self._drop_oldest()
-            elif not is_demand:
-                return None
             elif self._writes:
                 self._end_write(self._writes.popleft())
-            elif self._reading:
-                latest = next(reversed(self._reading))
-                self._forget_read(latest)
             else:
                 return self._buffers.take_beyond(nbytes)
         return buffer

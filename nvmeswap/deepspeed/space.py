@@ -8,6 +8,7 @@ nothing removes them. Here each swapper claims a folder that nobody else has
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,16 @@ from nvmeswap.store.store import Checksum, Store
 from nvmeswap.swap.space import new_run_name
 
 TIMEOUT_S = 60.0
+# Each tensor of the optimizer is an open file; DeepSpeed opens its own for each transfer.
+_DESCRIPTOR_COUNT = 1 << 16
 
 
 def open_store(nvme_path: str | os.PathLike[str], aio: Mapping[str, Any]) -> tuple[Engine, Store]:
     """The engine, shared by all swappers of the process that ask for the same sizes, and a new
     store, which its owner closes. `aio`: DeepSpeed's block of that name, with its defaults.
 
-    Raises SwapConfigError for `use_gds`; SwapPathError. Blocks for some milliseconds."""
+    Raises the process's soft limit of open files as far as its hard one allows. Raises
+    SwapConfigError for `use_gds`; SwapPathError. Blocks for some milliseconds."""
     if aio.get("use_gds"):
         raise SwapConfigError(
             "aio.use_gds is set", key="aio.use_gds",
@@ -40,6 +44,7 @@ def open_store(nvme_path: str | os.PathLike[str], aio: Mapping[str, Any]) -> tup
     except OSError as error:
         raise SwapPathError("nvme_path can't be made", path=folder, errno=error.errno,
                             fix="name a folder on the drive, that this user may write") from error
+    _allow_descriptors()
     probe = probe_folders([folder])
     size = EngineSize.of(aio["block_size"], aio["queue_depth"], aio["intra_op_parallelism"])
     engine = engines.get(probe.backend, size)
@@ -55,3 +60,10 @@ def open_store(nvme_path: str | os.PathLike[str], aio: Mapping[str, Any]) -> tup
         timeout_s=TIMEOUT_S,
     )
     return engine, store
+
+
+def _allow_descriptors() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTOR_COUNT if hard == resource.RLIM_INFINITY else min(_DESCRIPTOR_COUNT, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from nvmeswap.deepspeed.buffers import HostBuffer, HostBuffers
 from nvmeswap.deepspeed.sub_group import Content, Gradient, Place, SubGroup
-from nvmeswap.errors import SwapError, SwapSpaceError, SwapTimeoutError
+from nvmeswap.errors import SwapError, SwapSpaceError
 from nvmeswap.io import Lane
 from nvmeswap.store.store import Store
 
@@ -130,8 +130,29 @@ class Traffic:
         for content in group.contents:
             if content.is_stored:
                 self._give_back(content)
+            else:
+                self._leave_views_alone(group, content)
         away = all(content.memory is None for content in group.contents)
         group.place = Place.AWAY if away else Place.KEPT
+        if away:
+            self._kept.pop(group.id, None)
+
+    def _leave_views_alone(self, group: SubGroup, content: Content) -> None:
+        """What stays moves to other memory if somebody shows this: on a CPU DeepSpeed gives its
+        user views of states, which must not change with them."""
+        buffer = content.buffer
+        if content.memory is None or buffer is None:
+            return
+        content.memory = None
+        is_viewed = buffer.is_viewed()
+        before = content.take_memory(buffer)
+        if is_viewed:
+            content.buffer = None
+            self.fill(group, content)
+            assert content.memory is not None
+            content.memory.copy_(before)
+            del before
+            self._buffers.give_back(buffer)
 
     def discard(self, group: SubGroup) -> None:
         """Forgets what memory has of it, written or not, and its gradient."""
@@ -257,7 +278,7 @@ class Traffic:
         group = departure.group
         try:
             errors = _settle(departure.contents)
-        except SwapTimeoutError:
+        except BaseException:  # the drive may still read it
             self._departures.insert(0, departure)
             raise
         if any(errors) and group is not None:

@@ -23,6 +23,8 @@ def look():
         stage3.PartitionedOptimizerSwapper, stage3.PipelinedOptimizerSwapper,
         partitioning.Init._ensure_availability_of_partitioned_params,
         stage3.DeepSpeedZeroOptimizer_Stage3._partitioned_params_swap_out,
+        stage3.DeepSpeedZeroOptimizer_Stage3.destroy,
+        stage3.DeepSpeedZeroOptimizer_Stage3.zero_grad,
         AsyncIOBuilder._loaded_ops.get("async_io"),
     ]
 """
