@@ -87,8 +87,5 @@ class DrivenSwapper:
             parameters, [parameter.expected.float() for parameter in parameters])
 
     def forget_copies(self) -> None:
-        """Take all of the budget once, so that later reads go to the drive."""
-        self.swapper.synchronize_writes()
-        for _ in range(self.buffer_count):
-            self.swapper.reserve_available_buffers()
-        self.swapper.release_reserved_buffers()
+        """So that later reads go to the drive."""
+        self.swapper.trim()

@@ -166,6 +166,17 @@ def test_all_but_scalars_is_swapped_whatever_the_blocks(tmp_path: Path) -> None:
         run.swapper.is_swappable_tensor()
 
 
+def test_gradients_of_a_step_that_is_not_taken_are_dropped(tmp_path: Path) -> None:
+    """What the next step brings nothing for is zero, not an overflow of the last one."""
+    run = start(tmp_path)
+    run.backward()
+    run.swapper.drop_gradients()
+    for master in run.masters:
+        run.swapper.swap_in_optimizer_state(master)
+        assert master.grad is not None and not master.grad.any()
+        run.swapper.release_swap_buffers(master)
+
+
 def test_misuse_is_told(tmp_path: Path) -> None:
     run = start(tmp_path)
     master = run.masters[0]

@@ -61,7 +61,13 @@ def nvme_path(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "changes"), [(1, {}), (2, {}), (2, merged(WHOLE, offload(None, PIPELINED)))]
+    ("ranks", "changes"),
+    [
+        (1, {"scheduler": {"type": "WarmupDecayLR", "params": {
+            "total_num_steps": 8, "warmup_num_steps": 2, "warmup_max_lr": 0.01}}}),
+        (2, {}),
+        (2, merged(WHOLE, offload(None, PIPELINED))),
+    ],
 )
 def test_run_resumed_from_a_checkpoint_goes_on_as_the_other(
     tmp_path: Path, ranks: int, changes: Json

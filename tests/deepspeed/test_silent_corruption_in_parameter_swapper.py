@@ -310,3 +310,31 @@ def test_blocks_of_8_mib_keep_the_threshold_at_1(tmp_path: Path) -> None:
     driven.gather([parameter])
     assert parameter.is_right
     driven.swapper.close()
+
+
+def test_what_deepspeed_sees_does_not_depend_on_how_long_writes_take(
+    tmp_path: Path, faulty: list[Engine]
+) -> None:
+    """Its coordinator derives collectives from it: ranks that differ would hang, or mix weights."""
+    seen = []
+    for script in ("", "write * delay 30", "read * delay 5"):
+        driven = DrivenSwapper(tmp_path, buffer_count=5, buffer_size=263_000)
+        faulty[-1].inject(script)
+        parameters = [driven.partition(ds_id, 262_145) for ds_id in range(8)]
+        statuses = []
+        for _ in range(2):
+            for number, parameter in enumerate(parameters):
+                driven.gather([parameter])
+                ahead = [p for p in parameters[number + 1 : number + 5]
+                         if p.ds_tensor.status is Status.NOT_AVAILABLE]
+                free = driven.swapper.available_swap_in_buffers()
+                driven.swapper.swap_in(ahead[:free], async_op=True)
+                statuses.append((free, [
+                    p.ds_tensor.status is Status.NOT_AVAILABLE for p in parameters]))
+                driven.release([parameter])
+            driven.update(parameters)
+        seen.append(statuses)
+        faulty[-1].inject("")
+        driven.swapper.close()
+    assert seen[0] == seen[1] == seen[2]
+    assert any(free > 0 for free, _ in seen[0])
