@@ -183,7 +183,9 @@ def test_nothing_is_left(tmp_path: Path, arguments: list[str]) -> None:
 def test_nothing_is_left_after_a_signal(tmp_path: Path, number: int, code: int) -> None:
     command = [sys.executable, "-m", "nvmeswap.cli.bench.main", "io", "--path", str(tmp_path),
                "--size", "8M", "--block", "64K", "--loops", "1000"]
+    # Background jobs ignore SIGINT, and so do their children.
     with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)},
+                          preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
                           stderr=subprocess.PIPE) as process:
         while not list(tmp_path.glob("nvmeswap-bench-*/bench.swp")):
             assert process.poll() is None, process.communicate()

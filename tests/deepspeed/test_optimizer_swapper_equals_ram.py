@@ -15,7 +15,7 @@ STATES_AND_GRADIENT = 4  # buffers of one sub-group under Adam
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
-@pytest.mark.parametrize("buffer_count", [1, 4, 6, 13, PLENTY])
+@pytest.mark.parametrize("buffer_count", [1, 5, PLENTY])
 def test_training(tmp_path: Path, buffer_count: int, pipeline: tuple[bool, bool]) -> None:
     # field case: buffer counts at which DeepSpeed's pipelined swapper stops
     run = Run(SwapConfig(tmp_path, buffer_count, *pipeline))

@@ -4,6 +4,7 @@ weights and moments of DeepSpeed's CPU offload, bit for bit."""
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from ast import literal_eval
@@ -44,8 +45,20 @@ def assert_equal(ours: list[Run], reference: list[Run]) -> None:
         assert difference is None, f"rank {rank}: {difference}"
 
 
+# Each costs two seconds of both cores; NVMESWAP_ALL_SCRIPTS=1 runs those as well that differ from
+# another one in a setting alone.
+BY_HAND = () if os.environ.get("NVMESWAP_ALL_SCRIPTS") else (
+    "one sub-group", "buffers smaller than a part", "pipelined", "pipelined reads",
+    "pipelined writes", "some parameters go back to RAM", "blocks of 8 MiB, no prefetch",
+    "clipped", "bf16", "gradient accumulation, one sub-group", "evaluation between steps",
+    "experts left out, one sub-group", "weights set before the engine", "states read and set",
+    "several engines", "Muon, momentum in RAM",
+)
+
+
 @pytest.mark.parametrize(
-    ("name", "ranks"), [(name, ranks) for name, case in CASES.items() for ranks in case.ranks]
+    ("name", "ranks"),
+    [(name, ranks) for name, case in CASES.items() if name not in BY_HAND for ranks in case.ranks],
 )
 def test_script_on_nvme_equals_cpu_offload(
     name: str, ranks: int, tmp_path: Path, in_ram: Callable[[Case, int], list[Run]]

@@ -218,6 +218,7 @@ def test_waiter_who_presses_ctrl_c_is_let_go(swap_path: Path) -> None:
     """Else the only way out of a slow wait is kill -9."""
     done = run_python(
         "import signal, threading\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # background jobs ignore it
         "engine = Engine(fault_script='read 1 never')\n"
         "request = engine.read(engine.open(Path(sys.argv[1])), 0, torch.empty(1))\n"
         "signal.setitimer(signal.ITIMER_REAL, 0.1)\n"
