@@ -17,9 +17,10 @@ class Place(enum.Enum):
     READING, and NOT_AVAILABLE for the others.
 
         HELD    -> STORED            written (its buffer serves until that is over)
-        STORED  -> READING           a read was started
+        STORED  -> READING           a read was started, or what is being written will do
         STORED  -> CACHED            the write is over, and memory for it was left
-        READING -> READY             somebody waited for the read
+        READING -> READY             somebody waited for the read; or the write is over
+        READING -> HELD              the write that it was to be taken from failed
         READING -> STORED            dropped, or failed
         CACHED  -> READY, STORED     asked for; or its memory was needed
         READY   -> HELD              demanded: DeepSpeed uses it from now on

@@ -102,8 +102,9 @@ class Residence:
         self.hide(param)
 
     def _end_write(self, write: _Write) -> None:
-        """Waits for it. Its buffer is kept as a copy of what is stored, or, if it failed, as the
-        only one; unless the partition was written once more since, or is in memory again."""
+        """Waits for it. Its buffer is kept as a copy of what is stored, which is READY where it was
+        asked for meanwhile, or, if it failed, as the only one; unless the partition was written
+        once more since, or is in memory again."""
         partition, buffer, request = write
         del write  # its request shows the buffer
         error: SwapError | None = None
@@ -120,17 +121,22 @@ class Residence:
         if is_last:
             partition.write = None
         del request
-        if not is_last or partition.place is not Place.STORED:
+        is_awaited = partition.place is Place.READING and partition.read is None
+        if not is_last or not (is_awaited or partition.place is Place.STORED):
             self._buffers.give_back(buffer)
-        elif error is None:
+        elif error is not None:
+            partition.buffer, partition.place = buffer, Place.HELD
+            partition.is_saved = False
+            self._reading.pop(partition, None)
+            self._held.add(partition)
+            self._show(partition)
+        elif is_awaited:
+            partition.buffer, partition.place = buffer, Place.READY
+            self._show(partition)
+        else:
             partition.buffer, partition.place = buffer, Place.CACHED
             self._cached[partition] = None
             self._cached.move_to_end(partition, last=False)
-        else:
-            partition.buffer, partition.place = buffer, Place.HELD
-            partition.is_saved = False
-            self._held.add(partition)
-            self._show(partition)
         if error is not None:
             raise error
 
@@ -163,14 +169,12 @@ class Residence:
             self._make_room(partition.nbytes)
         elif partition.nbytes > self.left_nbytes:
             return False
-        if partition.write is not None and not is_demand:  # it has it, but who may wait is later
+        if partition.write is not None:  # what is being written will do; who needs it waits for it
             partition.place = Place.READING
             partition.param.ds_tensor.status = self._status.INFLIGHT
             self._reading[partition] = None
             return True
-        if partition.place is Place.STORED and self._takes_from_write(partition):
-            pass
-        elif partition.place is Place.STORED:
+        if partition.place is Place.STORED:
             buffer = self.take(partition.nbytes)
             lane = Lane.DEMAND if is_demand else Lane.PREFETCH
             into = buffer.view(partition.dtype, partition.numel)
@@ -188,15 +192,6 @@ class Residence:
         self._reading[partition] = None
         self._show(partition)
         return True
-
-    def _takes_from_write(self, partition: Partition) -> bool:
-        """Whether it is being written, and was taken from there when that was over."""
-        for write in self._writes:
-            if write.request is partition.write:
-                self._writes.remove(write)
-                self._end_write(write)
-                return True
-        return False
 
     def make_available(self, partitions: Sequence[Partition]) -> None:
         """Waits until these are in memory; other reads go on."""
@@ -222,22 +217,19 @@ class Residence:
             self._finish(partition)
 
     def _finish(self, partition: Partition) -> None:
-        """Waits for its read and shows it to DeepSpeed."""
+        """Waits for its read, or for the write that it is taken from, and shows it to DeepSpeed."""
         if partition.place is not Place.READING:
             return
+        if partition.read is None:
+            (write,) = [each for each in self._writes if each.request is partition.write]
+            self._writes.remove(write)
+            self._end_write(write)
+            return
         try:
-            if partition.read is not None:
-                partition.read.wait()
-            else:
-                partition.place = Place.STORED
-                if not self._takes_from_write(partition):  # it is over, and the copy went
-                    partition.buffer = self.take(partition.nbytes)
-                    into = partition.view()
-                    self._store.read(partition.key, into, lane=Lane.DEMAND).wait()
+            partition.read.wait()
         except BaseException:
             self._forget_read(partition)
             raise
-        self._cached.pop(partition, None)
         partition.read = None
         partition.place = Place.READY
         self._show(partition)

@@ -338,3 +338,26 @@ def test_what_deepspeed_sees_does_not_depend_on_how_long_writes_take(
         driven.swapper.close()
     assert seen[0] == seen[1] == seen[2]
     assert any(free > 0 for free, _ in seen[0])
+
+
+def test_write_that_fails_while_its_values_are_asked_for_keeps_them(
+    tmp_path: Path, faulty: list[Engine]
+) -> None:
+    """Read ahead from the memory that is being written, which is the only copy by then."""
+    driven = DrivenSwapper(tmp_path)
+    parameter = driven.partition(0, 300_001)
+    driven.forget_copies()
+    faulty[-1].inject("write 1 errno 5; write 2 delay 300")
+    driven.update([parameter])
+    driven.swapper.swap_in([parameter], async_op=True)
+    assert parameter.ds_tensor.status is Status.INFLIGHT
+    with pytest.raises(SwapWriteError):
+        driven.gather([parameter])
+    faulty[-1].inject("")
+    driven.gather([parameter])
+    assert parameter.is_right
+    driven.release([parameter])  # and is written now
+    driven.forget_copies()
+    driven.gather([parameter])
+    assert parameter.is_right
+    driven.swapper.close()
