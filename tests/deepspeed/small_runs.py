@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import importlib.util
+import importlib
 import json
 import multiprocessing
 import os
@@ -176,9 +176,7 @@ def names_of_cases(file: str) -> list[str]:
 
 def outcomes_of_cases(module: str, folder: Path) -> dict[str, str | None]:
     """For each case None, or why it failed; `folder` is on a filesystem of its own, that of a fixed
-    size. Skips where there is no DeepSpeed, or no mounting."""
-    if importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("DeepSpeed is not installed")
+    size. Skips where nothing can be mounted."""
     mount = ["mount", "-t", "tmpfs", "-o", "size=400m", "tmpfs", str(folder)]
     if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("can't mount a tmpfs")
