@@ -66,6 +66,11 @@ class Unit:
         return [(block, managed) for block in self.blocks for managed in block.tensors]
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Of its tensors, as in the model's state_dict."""
+        return tuple(managed.member.name for _, managed in self.tensors)
+
+    @property
     def is_ready(self) -> bool:
         """Whether bringing it would not wait for the drive."""
         return all(block.home.is_ready for block in self.blocks)
@@ -184,6 +189,14 @@ class Window:
                 for block in unit.blocks:
                     if block.is_here:
                         self._mover.drop(block)
+
+    def take_in_edits(self) -> None:
+        """What was written to tensors that are away goes to their homes."""
+        for unit in self.units:
+            if unit.state is UnitState.AWAY:
+                for block, managed in unit.tensors:
+                    if managed.was_changed:
+                        self._mover.send_back(block, managed)
 
     # --- coming and going -------------------------------------------------------------------------
 
