@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from nvmeswap.errors import SwapManifestError, SwapUsageError
 from nvmeswap.swap.state_file import StateFileReader, TensorShape
-from nvmeswap.zero3.entries import plain_name
 
 _INDEX = "*.safetensors.index.json"
 # Elements read at a time where they are converted: what that takes besides the result.
@@ -86,6 +85,11 @@ class Weights:
         """Idempotent."""
         for reader in self._opened:
             reader.close()
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what torch.compile and activation checkpointing put into it."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 def names_in_files(model: nn.Module, weights: Weights) -> dict[int, str]:
