@@ -6,9 +6,14 @@ and optimizer state on NVMe).
 """
 
 from nvmeswap.errors import SwapError
+from nvmeswap.offload.lazy import lazy
+from nvmeswap.offload.pipeline import LazyPipeline
 from nvmeswap.swap.adamw import SwappedAdamW
 from nvmeswap.swap.overlap import OverlapSettings
 from nvmeswap.swap.swapped import SwappedOptimizer
 from nvmeswap.swap.tensors import TensorSwapper
 
-__all__ = ["OverlapSettings", "SwapError", "SwappedAdamW", "SwappedOptimizer", "TensorSwapper"]
+__all__ = [
+    "LazyPipeline", "OverlapSettings", "SwapError", "SwappedAdamW", "SwappedOptimizer",
+    "TensorSwapper", "lazy",
+]

@@ -103,7 +103,7 @@ def names_in_files(model: nn.Module, weights: Weights) -> dict[int, str]:
     found: dict[int, str] = {}
     missing: dict[int, str] = {}
     unexpected = dict.fromkeys(stored)
-    for name, tensor in _to_load(model):
+    for name, tensor in tensors_to_load(model):
         unexpected.pop(name, None)
         if id(tensor) in found:
             continue
@@ -129,8 +129,8 @@ def names_in_files(model: nn.Module, weights: Weights) -> dict[int, str]:
     return found
 
 
-def _to_load(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """By all names, tied ones included."""
+def tensors_to_load(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers, by all names, tied ones included."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         saved = {
             name: buffer
