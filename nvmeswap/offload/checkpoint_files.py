@@ -15,11 +15,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from nvmeswap.errors import SwapManifestError
+from nvmeswap.memory.heap import release_freed_memory
 from nvmeswap.swap.weights import Weights, names_in_files, tensors_to_load
 
 _FILLED_LATER = frozenset({
     torch.empty, torch.empty_strided, torch.rand, torch.randn, torch.normal, torch.randint,
 })
+
+# Freed memory goes back to the system whenever it is so much.
+_RELEASE_NBYTES = 8 << 20
 
 
 class _FilledLater(TorchFunctionMode):
@@ -64,6 +68,7 @@ class CheckpointFiles:
 
     def __init__(self, module: nn.Module, path: str | Path) -> None:
         self._weights = Weights(path)
+        self._freed_nbytes = 0
         try:
             self._saved = names_in_files(module, self._weights)
             self._tensors: dict[str, Tensor] = {
@@ -93,6 +98,10 @@ class CheckpointFiles:
         tensor = self._tensors[name]
         values = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         self._weights.read(self._saved[id(tensor)], 0, values)
+        self._freed_nbytes += values.nbytes  # soon
+        if self._freed_nbytes >= _RELEASE_NBYTES:
+            release_freed_memory()
+            self._freed_nbytes = 0
         return values
 
     def close(self) -> None:

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nvmeswap.errors import SwapClosedError, SwapUsageError
+from nvmeswap.memory.heap import release_freed_memory
 from nvmeswap.offload.checkpoint_files import CheckpointFiles, build_skeleton
+from nvmeswap.offload.fingerprint import Fingerprint
 from nvmeswap.offload.manager import OffloadManager
 
 log = logging.getLogger("nvmeswap.lazy")
@@ -57,6 +59,7 @@ class Component:
         self._lock = threading.RLock()
         self._module: nn.Module | None = None
         self._manager: OffloadManager | None = None
+        self._fingerprint: Fingerprint | None = None  # of what is on the device
         self._ahead: object | None = None  # what the last prefetch was given; None: not wanted now
         self._is_closed = False
 
@@ -111,8 +114,7 @@ class Component:
         """Of parameters and buffers, ties once; 0 before it is built."""
         if self._module is None:
             return 0
-        tensors = {id(t): t.nbytes for t in (*self._module.parameters(), *self._module.buffers())}
-        return sum(tensors.values())
+        return sum(tensor.nbytes for tensor in self._tensors())
 
     # --- stored -----------------------------------------------------------------------------------
 
@@ -129,10 +131,15 @@ class Component:
 
     def _store(self, module: nn.Module) -> OffloadManager:
         recipe = self.recipe
-        if recipe.checkpoint is None:
-            return OffloadManager(module, recipe.device, **recipe.options)
-        with CheckpointFiles(module, recipe.checkpoint) as files:
-            return OffloadManager(module, recipe.device, values=files.values, **recipe.options)
+        if "trainable" not in recipe.options:
+            module.requires_grad_(False)
+        try:
+            if recipe.checkpoint is None:
+                return OffloadManager(module, recipe.device, **recipe.options)
+            with CheckpointFiles(module, recipe.checkpoint) as files:
+                return OffloadManager(module, recipe.device, values=files.values, **recipe.options)
+        finally:
+            release_freed_memory()
 
     # --- loaded -----------------------------------------------------------------------------------
 
@@ -143,6 +150,7 @@ class Component:
             self.load()
             yield self.module()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def load(self) -> None:
         """Bring all values to the device; blocks until they are there. What came is given back if
         the rest can't be brought."""
@@ -156,6 +164,7 @@ class Component:
                 self.release_quietly()
                 raise
             self.is_loaded = True
+            self._fingerprint = Fingerprint(self._tensors_on_device())
         if self.when_loaded is not None:
             self.when_loaded()
 
@@ -190,9 +199,24 @@ class Component:
         there are none. Raises what the manager raises."""
         self._ahead = None
         with self._lock:
-            if self._manager is not None and not self._is_closed:
-                self.is_loaded = False
+            if self._manager is None:
+                return
+            self.is_loaded = False
+            fingerprint, self._fingerprint = self._fingerprint, None
+            try:
+                if fingerprint is not None:
+                    fingerprint.mark_changed()
+            finally:
                 self._manager.release()
+
+    def _tensors_on_device(self) -> list[Tensor]:
+        return [each for each in self._tensors() if each.device == self.recipe.device]
+
+    def _tensors(self) -> list[Tensor]:
+        """Parameters and buffers, each once."""
+        module = self.module()
+        tensors: dict[int, Tensor] = {id(t): t for t in (*module.parameters(), *module.buffers())}
+        return list(tensors.values())
 
     def release_quietly(self) -> None:
         """The same where another failure is on its way out: one in here is logged."""
@@ -210,6 +234,7 @@ class Component:
             self._is_closed = True
             self.is_loaded = False
             manager, self._manager, self._module = self._manager, None, None
+            self._fingerprint = None
             if manager is not None:
                 manager.close(restore=False)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from nvmeswap.errors import SwapUsageError
 from nvmeswap.offload.component import Component, Recipe
-from nvmeswap.offload.stats import OffloadStats
+from nvmeswap.stats import OffloadStats
 
 _CONVERSIONS = {
     "half": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32,
@@ -57,6 +57,8 @@ def lazy(
     builds the module without values, which go from the files to their home a piece at a time, so
     that a checkpoint may be larger than memory; floating-point weights become `dtype` on the way.
     `options` are those of OffloadManager: `path` (NVMe; else host memory), `max_in_cpu` and others.
+    Unless `trainable` is one of them, the module's parameters are frozen (requires_grad_(False)):
+    what is trained can't come and go as a whole.
     Raises: SwapUsageError here for options that contradict each other, and at the first need if
     `loader` returns no module; what `loader` and OffloadManager raise; SwapManifestError if files
     and module differ.
@@ -66,14 +68,13 @@ def lazy(
         raise SwapUsageError(
             "dtype is for what is read from a checkpoint", fix="convert the module in the loader"
         )
-    tier = options.get("tier") or ("nvme" if options.get("path") is not None else "cpu")
     recipe = Recipe(
         name=name or str(getattr(loader, "__name__", type(loader).__name__)),
         build=loader,
         device=_with_index(torch.device(device)),
         checkpoint=None if checkpoint is None else Path(checkpoint),
         dtype=dtype,
-        options={"trainable": tier, **options},  # what can be trained leaves as well
+        options=options,
     )
     return LazyModule(Component(recipe))
 
@@ -191,6 +192,7 @@ class LazyModule:
         component = self._lazy_component
         module = component.module()
         if name in _OF_MANAGER:
+            component.release()  # which the manager would do, and tell nobody
             return cast("Callable[..., Any]", getattr(component.manager(), name))
         computes = name == "forward" or not hasattr(nn.Module, name)
 

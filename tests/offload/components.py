@@ -9,15 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+DIM = 64  # a weight is many pages of a drive
+
 
 class TextEncoder(nn.Module):
-    """8 tokens of 16."""
+    """Of up to 50 tokens."""
 
-    def __init__(self, width: int = 128) -> None:
+    def __init__(self, width: int = 2048) -> None:
         super().__init__()
-        self.config = SimpleNamespace(hidden_size=16)
-        self.embed = nn.Embedding(50, 16)
-        self.layers = nn.Sequential(nn.Linear(16, width), nn.GELU(), nn.Linear(width, 16))
+        self.config = SimpleNamespace(hidden_size=DIM)
+        self.embed = nn.Embedding(50, DIM)
+        self.layers = nn.Sequential(nn.Linear(DIM, width), nn.GELU(), nn.Linear(width, DIM))
 
     def forward(self, tokens: Tensor) -> Tensor:
         out: Tensor = self.layers(self.embed(tokens))
@@ -27,14 +29,14 @@ class TextEncoder(nn.Module):
 class Denoiser(nn.Module):
     """With a scale of its own, and a buffer that no checkpoint has."""
 
-    def __init__(self, width: int = 64) -> None:
+    def __init__(self, width: int = 512) -> None:
         super().__init__()
-        self.hidden_size = 16
+        self.hidden_size = DIM
         self.sparse = False
-        self.scale = nn.Parameter(torch.ones(16))
-        self.register_buffer("frequencies", 1 / (torch.arange(16) + 1.0), persistent=False)
+        self.scale = nn.Parameter(torch.ones(DIM))
+        self.register_buffer("frequencies", 1 / (torch.arange(DIM) + 1.0), persistent=False)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(16, width), nn.GELU(), nn.Linear(width, 16)) for _ in range(3)
+            nn.Sequential(nn.Linear(DIM, width), nn.GELU(), nn.Linear(width, DIM)) for _ in range(3)
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -46,11 +48,11 @@ class Denoiser(nn.Module):
 class Autoencoder(nn.Module):
     """Used by methods, and never called itself."""
 
-    def __init__(self, width: int = 32) -> None:
+    def __init__(self, width: int = 256) -> None:
         super().__init__()
-        self.shift = nn.Parameter(torch.zeros(16))
-        self.encoder = nn.Linear(16, width)
-        self.decoder = nn.Linear(width, 16)
+        self.shift = nn.Parameter(torch.zeros(DIM))
+        self.encoder = nn.Linear(DIM, width)
+        self.decoder = nn.Linear(width, DIM)
 
     def encode(self, x: Tensor) -> Tensor:
         out: Tensor = self.encoder(x - self.shift)

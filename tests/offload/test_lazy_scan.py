@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import nvmeswap
-from tests.offload.components import Autoencoder, Denoiser, seeded
+from tests.offload.components import DIM, Autoencoder, Denoiser, seeded
 
 
 def never() -> nn.Module:
@@ -147,7 +147,7 @@ def test_stages_are_looked_at_again_in_each_run() -> None:
     assert pipeline.uses() == [{"denoiser"}, set()]
     pipeline.stages[1] = denoiser
     assert pipeline.uses() == [{"denoiser"}, {"denoiser"}]
-    x = torch.ones(1, 16)
+    x = torch.ones(1, DIM)
     assert torch.equal(pipeline(x), seeded(Denoiser)(x))
     assert denoiser.stats().resident_nbytes == 0
     pipeline.close()
