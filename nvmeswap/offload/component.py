@@ -60,6 +60,7 @@ class Component:
         self._module: nn.Module | None = None
         self._manager: OffloadManager | None = None
         self._fingerprint: Fingerprint | None = None  # of what is on the device
+        self._sent_home: list[Tensor] = []  # by us, and not by the manager
         self._ahead: object | None = None  # what the last prefetch was given; None: not wanted now
         self._is_closed = False
 
@@ -160,6 +161,8 @@ class Component:
                 return
             try:
                 manager.load()
+                for tensor in self._sent_home:
+                    tensor.data = tensor.data.to(self.recipe.device)
             except BaseException:
                 self.release_quietly()
                 raise
@@ -208,6 +211,14 @@ class Component:
                     fingerprint.mark_changed()
             finally:
                 self._manager.release()
+            self._send_home_what_was_added()
+
+    def _send_home_what_was_added(self) -> None:
+        """Adapters: the manager keeps on the device what it did not find there at first."""
+        if self.recipe.device.type != "cpu":
+            self._sent_home = self._tensors_on_device()
+            for tensor in self._sent_home:
+                tensor.data = tensor.data.to("cpu")
 
     def _tensors_on_device(self) -> list[Tensor]:
         return [each for each in self._tensors() if each.device == self.recipe.device]
@@ -235,6 +246,7 @@ class Component:
             self.is_loaded = False
             manager, self._manager, self._module = self._manager, None, None
             self._fingerprint = None
+            self._sent_home = []
             if manager is not None:
                 manager.close(restore=False)
 
