@@ -27,7 +27,9 @@ from nvmeswap.offload.window import Unit
 
 # Smaller buffers stay in host memory between uses, whatever the tier: they change with each use.
 SMALL_BUFFER_NBYTES = 1 << 20
-Values = Callable[[str], torch.Tensor]
+# Fills a flat tensor on the host with the elements of a tensor, by name, from one on.
+Values = Callable[[str, int, torch.Tensor], None]
+_PIECE_NUMEL = 4 << 20  # arbitrary: what a reader of checkpoints holds at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,9 +278,20 @@ def _fill(block: Block, plan: _BlockPlan, values: Values | None) -> None:
             managed.is_unset = values is None
             if values is not None:
                 target = managed.place.in_block(storage, torch.device("cpu"))
-                target.copy_(values(managed.member.name))
+                _set(target, managed.member.name, values)
     for request in block.home.write(0, whole):
         request.wait()
+
+
+def _set(target: torch.Tensor, name: str, values: Values) -> None:
+    """Fill a tensor of any stride and device, piece by piece where it can be."""
+    in_place = target.device.type == "cpu" and target.is_contiguous()
+    whole = target if in_place else torch.empty(target.shape, dtype=target.dtype, device="cpu")
+    flat = whole.view(-1)
+    for start in range(0, flat.numel(), _PIECE_NUMEL):
+        values(name, start, flat[start : start + _PIECE_NUMEL])
+    if not in_place:
+        target.copy_(whole)
 
 
 def _move(group: list[Member], device: torch.device, values: Values | None) -> list[Resident]:
@@ -301,7 +314,7 @@ def _move(group: list[Member], device: torch.device, values: Values | None) -> l
                     f"{member.name} is to live on the device, and has no values yet (meta device)",
                     fix="load the model first, or freeze it",
                 )
-            on_device.copy_(values(member.name))
+            _set(on_device, member.name, values)
         give_data(member.tensor, on_device)
     return moved
 

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from nvmeswap.config import AioConfig, SwapBlock, check_folders
-from nvmeswap.errors import SwapConfigError
+from nvmeswap.errors import SwapChecksumError, SwapConfigError
 from nvmeswap.io.engine import Lane
 from nvmeswap.memory.budget import exact_slot_classes
 from nvmeswap.offload.layout import BlockLayout, Segment, own_storage
@@ -101,7 +101,16 @@ class NvmeHome:
         return self._swapper.is_ready(self.key)
 
     def copy_to(self, out: torch.Tensor) -> None:
-        self._swapper.fetch(self.key, out)
+        try:
+            self._swapper.fetch(self.key, out)
+        except SwapChecksumError as error:
+            raise SwapChecksumError(
+                f"the weights of {self.key} are not those that were written", path=error.path,
+                offset_bytes=error.offset_bytes, cause=str(error),
+                fix="weights on NVMe are edited with materialize(), copy_() or load_state_dict(): "
+                "a write through .data to one that is away is not noticed. If nobody did, the "
+                "drive is failing (see `dmesg`)",
+            ) from error
 
     def write(self, begin_bytes: int, values: torch.Tensor) -> list[StoreRequest]:
         # A direct write is of whole blocks of the drive.

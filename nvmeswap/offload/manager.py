@@ -65,7 +65,8 @@ class OffloadManager(PassEvents):
     are read ahead in host memory (None: prefetch and two); `pin_memory`, page-lock host memory;
     `buffers`, "swap" or "resident"; `unified_memory`, whether host and device share their memory
     ("auto" asks the device): then tier "cpu" moves the model to the device once and for all;
-    `values`, for tensors on the meta device: called with a name, returns a tensor.
+    `values(name, start, out)`, for tensors on the meta device: fills `out` (flat, on the host) with
+    the elements of a tensor from `start` on.
     Raises: SwapConfigError, SwapPathError, SwapBudgetError, SwapSpaceError on construction, with
     the model as it was; SwapUsageError for a model that can't be served; SwapReadError and its kin
     from the model's forward or backward, after which both can be called again.
@@ -194,6 +195,7 @@ class OffloadManager(PassEvents):
         """Bring all that is not trained to the device, until `release`; the copies go on behind
         what is queued."""
         with self._lock:
+            self._expect()
             self._window.bring_all(
                 [u for u in self._built.units if not any(m in self._trained for _, m in u.tensors)]
             )

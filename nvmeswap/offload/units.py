@@ -39,8 +39,8 @@ class Member:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnitCut:
-    """A unit to be: its owner's name, the owner, whether it has the whole subtree, and its members in
-    the order of the model."""
+    """A unit to be: its owner's name, the owner, whether it has the whole subtree, and its members
+    in the order of the model."""
 
     name: str
     owner: nn.Module

@@ -154,10 +154,9 @@ class Window:
     def bring_all(self, units: Sequence[Unit]) -> None:
         """Have these on the device until `release_all(also_staying=True)`."""
         for unit in units:
-            if unit.state is UnitState.AWAY:
-                self._bring(unit)
             self._visitors[unit] = None
-            self._spare.pop(unit, None)
+            self.hold(unit, is_planned=False)
+            self.let_go(unit, has_run=False)
 
     def release_all(self, *, also_staying: bool = False) -> None:
         """All that nobody holds, but what stays."""

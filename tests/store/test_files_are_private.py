@@ -221,7 +221,7 @@ def test_swap_file_exchanged_for_a_link_does_not_grow_through_it(
     store.allocate_many("tensors.swp", {"small": flat(4096)})
     (store.folder / "tensors.swp").unlink()
     (store.folder / "tensors.swp").symlink_to(precious)
-    store.allocate("tensors.swp", "large", flat(100 * MiB))  # in the file that was opened
+    store.allocate_many("tensors.swp", {"large": flat(100 * MiB)})  # in the file that was opened
     assert precious.read_text() == "precious"
 
 
