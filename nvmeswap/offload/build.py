@@ -13,6 +13,7 @@ from torch import nn
 from nvmeswap.config import AioConfig, SwapBlock
 from nvmeswap.errors import SwapConfigError, SwapUsageError
 from nvmeswap.memory.budget import available_host_memory
+from nvmeswap.memory.heap import release_freed_memory
 from nvmeswap.offload.block import Block, ManagedTensor
 from nvmeswap.offload.homes import NVME_ALIGNMENT_NBYTES, Homes, kept_in_ram
 from nvmeswap.offload.layout import (
@@ -29,6 +30,8 @@ from nvmeswap.offload.window import Unit
 SMALL_BUFFER_NBYTES = 1 << 20
 # Fills a flat tensor on the host with the elements of a tensor, by name, from one on.
 Values = Callable[[str, int, torch.Tensor], None]
+# Freed memory goes back to the system whenever it is so much.
+_RELEASE_NBYTES = 8 << 20
 _PIECE_NUMEL = 4 << 20  # arbitrary: what a reader of checkpoints holds at a time
 
 
@@ -156,9 +159,15 @@ def build(model: nn.Module, settings: Settings, values: Values | None) -> Built:
         max_in_cpu=settings.max_in_cpu, swap=settings.swap, aio=settings.aio,
     )
     built = Built([], {}, homes, [], {id(m.tensor): _device(m.tensor) for m in members})
+    freed_nbytes = 0
     try:
         for cut in cuts:
-            built.units.append(_make_unit(cut, plans[cut], homes, settings.device, values))
+            unit = _make_unit(cut, plans[cut], homes, settings.device, values)
+            built.units.append(unit)
+            freed_nbytes += unit.nbytes
+            if freed_nbytes >= _RELEASE_NBYTES:
+                release_freed_memory()
+                freed_nbytes = 0
         for group in by_storage.values():
             if id(group[0]) in resident_ids:
                 built.residents.extend(_move(group, settings.device, values))

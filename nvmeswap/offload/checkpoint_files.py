@@ -15,15 +15,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from nvmeswap.errors import SwapManifestError
-from nvmeswap.memory.heap import release_freed_memory
 from nvmeswap.swap.weights import Weights, names_in_files, tensors_to_load
 
 _FILLED_LATER = frozenset({
     torch.empty, torch.empty_strided, torch.rand, torch.randn, torch.normal, torch.randint,
 })
 
-# Freed memory goes back to the system whenever it is so much.
-_RELEASE_NBYTES = 8 << 20
 
 
 class _FilledLater(TorchFunctionMode):
@@ -58,7 +55,7 @@ class CheckpointFiles:
     """A skeleton's values in safetensors files: one file, or a folder of them.
 
         with CheckpointFiles(module, path) as files:
-            weight = files.values("decoder.weight")     # of the names in the module
+            files.read("decoder.weight", 0, piece)      # of the names in the module
 
     Raises: SwapManifestError (`field` is the name) for a tensor that the files or the module lack,
     or that differs in shape, and for a buffer that no checkpoint saves and that has no value yet;
@@ -68,7 +65,6 @@ class CheckpointFiles:
 
     def __init__(self, module: nn.Module, path: str | Path) -> None:
         self._weights = Weights(path)
-        self._freed_nbytes = 0
         try:
             self._saved = names_in_files(module, self._weights)
             self._tensors: dict[str, Tensor] = {
@@ -87,22 +83,17 @@ class CheckpointFiles:
             with torch.no_grad():
                 for name, tensor in self._tensors.items():
                     if id(tensor) in self._saved and not tensor.is_meta:
-                        tensor.copy_(self.values(name))
+                        values = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                        self.read(name, 0, values)
+                        tensor.copy_(values)
         except BaseException:
             self.close()
             raise
 
-    def values(self, name: str) -> Tensor:
-        """The values of the module's tensor `name`, in its dtype; in memory that is the caller's.
-        Besides, only a small piece is in memory."""
-        tensor = self._tensors[name]
-        values = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        self._weights.read(self._saved[id(tensor)], 0, values)
-        self._freed_nbytes += values.nbytes  # soon
-        if self._freed_nbytes >= _RELEASE_NBYTES:
-            release_freed_memory()
-            self._freed_nbytes = 0
-        return values
+    def read(self, name: str, start: int, out: Tensor) -> None:
+        """Fill `out` (contiguous) with the elements from `start` on, counted flat, of the module's
+        tensor `name`, converted to the dtype of `out`."""
+        self._weights.read(self._saved[id(self._tensors[name])], start, out)
 
     def close(self) -> None:
         """Idempotent."""

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from nvmeswap.errors import SwapClosedError, SwapUsageError
-from nvmeswap.memory.heap import release_freed_memory
 from nvmeswap.offload.checkpoint_files import CheckpointFiles, build_skeleton
 from nvmeswap.offload.fingerprint import Fingerprint
 from nvmeswap.offload.manager import OffloadManager
@@ -134,13 +133,10 @@ class Component:
         recipe = self.recipe
         if "trainable" not in recipe.options:
             module.requires_grad_(False)
-        try:
-            if recipe.checkpoint is None:
-                return OffloadManager(module, recipe.device, **recipe.options)
-            with CheckpointFiles(module, recipe.checkpoint) as files:
-                return OffloadManager(module, recipe.device, values=files.values, **recipe.options)
-        finally:
-            release_freed_memory()
+        if recipe.checkpoint is None:
+            return OffloadManager(module, recipe.device, **recipe.options)
+        with CheckpointFiles(module, recipe.checkpoint) as files:
+            return OffloadManager(module, recipe.device, values=files.read, **recipe.options)
 
     # --- loaded -----------------------------------------------------------------------------------
 
