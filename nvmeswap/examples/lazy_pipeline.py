@@ -29,11 +29,11 @@ def transformer(layers: int) -> nn.Module:
 
 def text_encoder() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(1000, DIM).requires_grad_(False), transformer(6))
+    return nn.Sequential(nn.Embedding(1000, DIM).requires_grad_(False), transformer(2))
 
 
 def denoiser() -> nn.Module:
-    return transformer(8)
+    return transformer(4)
 
 
 def decoder() -> nn.Module:

@@ -142,10 +142,17 @@ class Component:
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[nn.Module]:
-        """The module, with all values on the device while the block lasts, and until `release`."""
+        """The module, with all values on the device while the block lasts, and until `release`. If
+        the block fails, what was brought for it leaves again."""
         with self._lock:
+            was_loaded = self.is_loaded
             self.load()
-            yield self.module()
+            try:
+                yield self.module()
+            except BaseException:
+                if not was_loaded:
+                    self.release_quietly()
+                raise
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def load(self) -> None:
@@ -185,6 +192,8 @@ class Component:
                     return  # released meanwhile
                 if to_device:
                     self.load()
+                    if self.recipe.device.type == "cuda":  # for the streams of other threads
+                        torch.cuda.current_stream(self.recipe.device).synchronize()
                 else:
                     self.manager().prefetch()
         except Exception:

@@ -7,6 +7,7 @@ what the call at hand needs.
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from nvmeswap.errors import SwapUsageError
 from nvmeswap.offload.component import Component, Recipe
+from nvmeswap.offload.manager import OffloadManager
 from nvmeswap.stats import OffloadStats
 
 _CONVERSIONS = {
@@ -59,8 +61,8 @@ def lazy(
     `options` are those of OffloadManager: `path` (NVMe; else host memory), `max_in_cpu` and others.
     Unless `trainable` is one of them, the module's parameters are frozen (requires_grad_(False)):
     what is trained can't come and go as a whole.
-    Raises: SwapUsageError here for options that contradict each other, and at the first need if
-    `loader` returns no module; what `loader` and OffloadManager raise; SwapManifestError if files
+    Raises: SwapUsageError here for arguments that contradict each other, TypeError for options that
+    OffloadManager does not have; SwapUsageError at the first need if `loader` returns no module; what `loader` and OffloadManager raise; SwapManifestError if files
     and module differ.
     Blocking: not here; loads wait for the drive. Threads: any; calls wait for each other.
     """
@@ -68,6 +70,7 @@ def lazy(
         raise SwapUsageError(
             "dtype is for what is read from a checkpoint", fix="convert the module in the loader"
         )
+    inspect.signature(OffloadManager).bind(None, device, **options)
     recipe = Recipe(
         name=name or str(getattr(loader, "__name__", type(loader).__name__)),
         build=loader,

@@ -204,18 +204,37 @@ def test_torch_compile_takes_a_lazy_module(make: Make) -> None:
 def test_released_component_is_kept_alive_by_nothing(make: Make) -> None:
     # field case C9
     lazy = make(lambda: seeded(TextEncoder))
-    tokens = torch.arange(8)
-    lazy(tokens)
-    values = weakref.ref(lazy.layers[0].weight.untyped_storage())
+    lazy(torch.arange(8))
+    storages = {p.untyped_storage()._cdata: p.untyped_storage() for p in lazy.parameters()}
     lazy.prefetch()
     lazy.release()
-    gc.collect()
-    storage = values()
-    assert storage is None or storage.nbytes() == 0 or lazy.stats().resident_nbytes == 0
+    assert all(storage.nbytes() == 0 for storage in storages.values())
     module = weakref.ref(lazy.layers)
     lazy.close()
     gc.collect()
     assert module() is None
+
+
+def test_component_that_nobody_holds_goes_without_being_closed(tmp_path: Path) -> None:
+    # field case C9
+    lazy = nvmeswap.lazy(lambda: seeded(TextEncoder), "cpu", path=tmp_path)
+    pipeline = nvmeswap.LazyPipeline([lazy], {"text": lazy}, device_budget_bytes=1 << 30)
+    pipeline(torch.arange(8))
+    module = weakref.ref(lazy.layers)
+    del lazy, pipeline
+    gc.collect()
+    assert module() is None
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_failed_call_gives_back_what_it_brought(make: Make) -> None:
+    # field case C5
+    lazy = make(lambda: seeded(Denoiser))
+    for was_loaded in (False, True):
+        with pytest.raises(RuntimeError):
+            lazy(torch.ones(3, 3))
+        assert (lazy.stats().resident_nbytes > 0) is was_loaded
+        assert torch.equal(lazy(X), seeded(Denoiser)(X))
 
 
 def test_threads_share_one_load(make: Make) -> None:
@@ -276,6 +295,8 @@ def test_misuse_is_told(make: Make) -> None:
                    lambda: copy.deepcopy(lazy), lambda: make(Denoiser, dtype=torch.float16)):
         with pytest.raises(SwapUsageError):
             misuse()
+    with pytest.raises(TypeError, match="prefetches"):
+        make(Denoiser, prefetches=2)
     assert lazy.float() is lazy and lazy.to(torch.float32) is lazy
     with pytest.raises(AttributeError):
         lazy.unknown  # noqa: B018
