@@ -39,7 +39,10 @@ from nvmeswap.swap.plan import Plan
 from nvmeswap.swap.swapped import Params, SwappedOptimizer
 
 _log = logging.getLogger(__name__)
-_managers: weakref.WeakKeyDictionary[nn.Module, OffloadManager] = weakref.WeakKeyDictionary()
+# Weakly both: a manager refers to its model, which otherwise would never be freed.
+_managers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OffloadManager]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class OffloadManager(PassEvents):
@@ -135,7 +138,7 @@ class OffloadManager(PassEvents):
         self._plans[False].expect(order)
         self._plans[True].expect([*order, *reversed(order)])
         self._finalizer = weakref.finalize(self, self._built.homes.close)
-        _managers[model] = self
+        _managers[model] = weakref.ref(self)
 
     # --- passes -----------------------------------------------------------------------------------
 
@@ -389,7 +392,8 @@ class OffloadManager(PassEvents):
 
 def manager_of(model: nn.Module) -> OffloadManager | None:
     """Who manages a model, if anybody does."""
-    return _managers.get(model)
+    found = _managers.get(model)
+    return None if found is None else found()
 
 
 def _means(pattern: str, name: str) -> bool:
