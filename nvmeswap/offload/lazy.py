@@ -62,8 +62,8 @@ def lazy(
     Unless `trainable` is one of them, the module's parameters are frozen (requires_grad_(False)):
     what is trained can't come and go as a whole.
     Raises: SwapUsageError here for arguments that contradict each other, TypeError for options that
-    OffloadManager does not have; SwapUsageError at the first need if `loader` returns no module; what `loader` and OffloadManager raise; SwapManifestError if files
-    and module differ.
+    OffloadManager does not have; SwapUsageError at the first need if `loader` returns no module;
+    what `loader` and OffloadManager raise; SwapManifestError if files and module differ.
     Blocking: not here; loads wait for the drive. Threads: any; calls wait for each other.
     """
     if dtype is not None and checkpoint is None:
