@@ -39,7 +39,10 @@ from nvmeswap.swap.plan import Plan
 from nvmeswap.swap.swapped import Params, SwappedOptimizer
 
 _log = logging.getLogger(__name__)
-_managers: weakref.WeakKeyDictionary[nn.Module, OffloadManager] = weakref.WeakKeyDictionary()
+# Weakly both: a manager refers to its model, which otherwise would never be freed.
+_managers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OffloadManager]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class OffloadManager(PassEvents):
@@ -124,6 +127,7 @@ class OffloadManager(PassEvents):
         self._trained = {managed for _, managed in self._built.trained}
         self._gradients.watch(self._built.trained)
         self._materialized = 0
+        self._outermost = model
         self._passes = Passes(
             model, self._built.needs, self._window, self._mover, self, self._lock
         )
@@ -131,22 +135,21 @@ class OffloadManager(PassEvents):
             model, self._built.units, [each.member for each in self._built.residents],
             self._passes, self.device,
         )
-        order = [unit.name for unit in self._built.units]
-        self._plans = {False: Plan(), True: Plan()}
-        self._plans[False].expect(order)
-        self._plans[True].expect([*order, *reversed(order)])
+        self._plans: dict[tuple[nn.Module, bool], Plan] = {}
         self._finalizer = weakref.finalize(self, self._built.homes.close)
-        _managers[model] = self
+        _managers[model] = weakref.ref(self)
 
     # --- passes -----------------------------------------------------------------------------------
 
-    def begin_forward(self, root: nn.Module) -> None:
+    def begin_forward(self, module: nn.Module) -> None:
         """For `Passes`."""
         if torch.is_grad_enabled():
-            _refuse_processes(root)
-        self._followed.catch_up(root)
+            _refuse_processes(module)
+        if next(module.children(), None) is not None:
+            self._followed.catch_up(self.model)
         if self._window.is_held and not self._materialized:
             self._window.reset()  # what Ctrl-C left
+        self._outermost = module
         self._use_plan(is_training=torch.is_grad_enabled())
         self._window.plan.rewind()
         self._expect()
@@ -173,7 +176,14 @@ class OffloadManager(PassEvents):
         self._mover.settle()
 
     def _use_plan(self, *, is_training: bool) -> None:
-        self._window.plan = self._plans[is_training]
+        """That of the module which was called last; the first time it is a guess."""
+        key = (self._outermost, is_training)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = Plan()
+            order = [unit.name for unit in self._passes.units_below(self._outermost)]
+            plan.expect([*order, *reversed(order)] if is_training else order)
+        self._window.plan = plan
 
     def _expect(self) -> None:
         """Reads from NVMe run ahead by the plan."""
@@ -389,7 +399,8 @@ class OffloadManager(PassEvents):
 
 def manager_of(model: nn.Module) -> OffloadManager | None:
     """Who manages a model, if anybody does."""
-    return _managers.get(model)
+    found = _managers.get(model)
+    return None if found is None else found()
 
 
 def _means(pattern: str, name: str) -> bool:
