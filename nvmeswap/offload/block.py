@@ -277,9 +277,9 @@ def _altered(block: Block, error: SwapChecksumError) -> SwapChecksumError:
     return SwapChecksumError(
         f"the weights of {block.name} are not those that were written", path=error.path,
         offset_bytes=error.offset_bytes, cause=str(error),
-        fix="edit weights on NVMe with materialize(), copy_() or load_state_dict(): a write through "
-        ".data to one that is away is not noticed (close(restore=False) keeps what was written). "
-        "If nobody did that, the drive is failing (see `dmesg`)",
+        fix="edit weights on NVMe with materialize(), copy_() or load_state_dict(): a write "
+        "through .data to one that is away is not noticed (close(restore=False) keeps what was "
+        "written). If nobody did that, the drive is failing (see `dmesg`)",
     )
 
 

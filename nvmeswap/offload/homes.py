@@ -82,8 +82,8 @@ class RamHome:
 
 
 class NvmeHome:
-    """A block in params.swp, through the parameter swapper. `is_direct`: the device is the host, and
-    is read to without a slot."""
+    """A block in params.swp, through the parameter swapper. `is_direct`: the device is the host,
+    and read to without a slot."""
 
     is_in_memory = False
 
@@ -145,9 +145,9 @@ class NvmeHome:
 class Homes:
     """Makes and keeps the homes of all blocks, and the memory, files and engine behind them.
 
-    Args: by block name `in_ram` sizes in bytes, `on_nvme` layouts; `buffer_count`, slots in host
-    memory a size class for what comes from NVMe, unless that `is_direct`; `max_in_cpu`, bytes of it that are kept there
-    between uses.
+    Args: by block name `in_ram` sizes in bytes, `on_nvme` layouts; `is_direct`, the device is the
+    host, and needs no slots; `buffer_count`, slots a size class for what comes from NVMe;
+    `max_in_cpu`, bytes of it that are kept there between uses.
     Raises: SwapBudgetError, SwapPathError, SwapSpaceError before anything of the model is touched.
     Blocking: construction takes all memory and all space.
     """

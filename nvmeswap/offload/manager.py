@@ -13,7 +13,6 @@ from types import TracebackType
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -32,6 +31,12 @@ from nvmeswap.offload.changes import StructureChanges
 from nvmeswap.offload.gradients import GradientTraffic
 from nvmeswap.offload.optimizer_home import OffloadedHome
 from nvmeswap.offload.passes import Passes, PassEvents
+from nvmeswap.offload.refusals import (
+    refuse_managed,
+    refuse_processes,
+    shares_memory,
+    with_index,
+)
 from nvmeswap.offload.units import Granularity
 from nvmeswap.offload.window import Unit, Window
 from nvmeswap.stats import OffloadStats
@@ -100,19 +105,19 @@ class OffloadManager(PassEvents):
         aio: AioConfig | None = None,
         values: Values | None = None,
     ) -> None:
-        self.device = _with_index(torch.device(device))
+        self.device = with_index(torch.device(device))
         self._settings = Settings(
             self.device, tier or ("nvme" if path is not None else "cpu"), path, trainable,
             granularity, prefetch, keep_resident_bytes, max_in_cpu,
             prefetch + 2 if buffer_count is None else buffer_count, pin_memory, buffers,
             swap or SwapBlock(), aio or AioConfig(),
-            is_pass_through=_shares_memory(self.device, unified_memory)
+            is_pass_through=shares_memory(self.device, unified_memory)
             and (tier or ("cpu" if path is None else "nvme")) == "cpu",
         )
         if self._settings.is_pass_through:
             _log.info("%s shares its memory with the host: the model stays on it", self.device)
-        _refuse_managed(model)
-        _refuse_processes(model)
+        refuse_managed(model, _managers)
+        refuse_processes(model)
         self._lock = threading.RLock()
         with torch.inference_mode(False), torch.no_grad():
             self._built = build(model, self._settings, values)
@@ -144,7 +149,7 @@ class OffloadManager(PassEvents):
     def begin_forward(self, module: nn.Module) -> None:
         """For `Passes`."""
         if torch.is_grad_enabled():
-            _refuse_processes(module)
+            refuse_processes(module)
         if next(module.children(), None) is not None:
             self._followed.catch_up(self.model)
         if self._window.is_held and not self._materialized:
@@ -409,45 +414,3 @@ def _means(pattern: str, name: str) -> bool:
     return any(
         fnmatchcase(".".join(parts[:count]), pattern) for count in range(1, len(parts) + 1)
     )
-
-
-def _with_index(device: torch.device) -> torch.device:
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
-def _shares_memory(device: torch.device, unified_memory: bool | Literal["auto"]) -> bool:
-    """Whether host and device have one memory: then copies gain nothing."""
-    if unified_memory != "auto":
-        return unified_memory
-    if device.type == "cuda":
-        return bool(torch.cuda.get_device_properties(device).is_integrated)
-    return device.type == "mps"
-
-
-def _refuse_managed(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if module in _managers:
-            raise SwapUsageError(
-                f'"{name or "the model"}" is offloaded already',
-                fix="close() its manager first",
-            )
-        for attribute in ("_hf_hook", "_diffusers_hook"):
-            if hasattr(module, attribute):
-                raise SwapUsageError(
-                    f'"{name or "the model"}" has hooks of another offloading library '
-                    f"({attribute})",
-                    fix="remove them first (accelerate: remove_hook_from_module(recurse=True))",
-                )
-
-
-def _refuse_processes(model: nn.Module) -> None:
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return
-    if any(parameter.requires_grad for parameter in model.parameters()):
-        raise SwapUsageError(
-            f"{dist.get_world_size()} processes would each train a model of their own: nothing "
-            "here adds up gradients over them",
-            fix="use nvmeswap.zero3 or nvmeswap.deepspeed; requires_grad_(False) for inference",
-        )

@@ -297,7 +297,7 @@ class Window:
             self.release(max(self._spare, key=lambda unit: self.plan.next_use(unit.name)))
 
     def _look_ahead(self, *, but: Unit) -> None:
-        """Bring the next ones, as far as there are places beside this one, and the drive has them."""
+        """Bring the next ones, as far as there are places beside this one and they can be had."""
         spare = self._spare.keys() - {but}
         for name in islice(self.plan.rest(), 2 * self._prefetch + 1):
             unit = self._by_name[name]
