@@ -315,6 +315,3 @@ def all_of_them(nvme_path: Path, checkpoints: Path) -> dict[str, Any]:
 ranks.FUNCTIONS.update({
     each.__name__: each for each in (all_of_them, hsdp, resume, save_and_resume)
 })
-
-if __name__ == "__main__":
-    ranks.main()
