@@ -9,6 +9,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import runpy
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -48,6 +50,32 @@ def start(function: Callable[..., None], *arguments: Any) -> BaseProcess:
         process = _server.Process(target=function, args=arguments)
         process.start()
     return process
+
+
+def run_module(name: str, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """To its end, what `start_module` starts."""
+    process = start_module(name, *arguments, folder=folder)
+    process.join(2 * RANK_TIMEOUT_S)
+    process.kill()  # if it is still there
+    process.join()
+    stdout, stderr = ((folder / each).read_text() for each in ("stdout", "stderr"))
+    assert process.exitcode is not None
+    return subprocess.CompletedProcess(arguments, process.exitcode, stdout, stderr)
+
+
+def start_module(name: str, *arguments: str, folder: Path) -> BaseProcess:
+    """As `python -m name arguments...` in `folder`, but for what the interpreter does at its end;
+    its output goes to the files "stdout" and "stderr" there."""
+    return start(_run_module, name, arguments, folder)
+
+
+def _run_module(name: str, arguments: Sequence[str], folder: Path) -> None:
+    os.chdir(folder)
+    for stream in ("stdout", "stderr"):
+        setattr(sys, stream, open(stream, "w", buffering=1))  # noqa: SIM115
+    torch.set_num_threads(1)
+    sys.argv = [name, *arguments]
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
 def listen(ranks: int) -> dist.TCPStore:
