@@ -12,6 +12,7 @@ import pickle
 import runpy
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 RANK_TIMEOUT_S = 120
+_starting = threading.Lock()
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload([
     "tests.zero3.checkpoint_ranks", "tests.zero3.groupings", "tests.zero3.loops",
@@ -41,12 +43,13 @@ def environment() -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "PYTHONWARNINGS": "ignore",
+        "TORCH_COMPILE_DISABLE": "1",  # DeepSpeed's Muon would be compiled for a minute
     }
 
 
 def start(function: Callable[..., None], *arguments: Any) -> BaseProcess:
     """A process that runs it. Its environment is that of the first one."""
-    with patch.dict(os.environ, environment()):
+    with _starting, patch.dict(os.environ, environment()):  # threads would undo each other's
         process = _server.Process(target=function, args=arguments)
         process.start()
     return process

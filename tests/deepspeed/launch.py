@@ -28,10 +28,7 @@ def run_script(case: Case, folder: Path, nvme_path: Path | None) -> Run:
 
 
 def be_quick() -> None:
-    """Spares the process minutes of compiling: DeepSpeed's collectives in shared memory, and the
-    few products of its Muon."""
+    """Else DeepSpeed compiles its collectives in shared memory, for a minute."""
     import deepspeed
-    import torch._dynamo
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    torch._dynamo.config.disable = True

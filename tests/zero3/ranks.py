@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 
 from nvmeswap import SwapError
@@ -36,6 +37,7 @@ def run_ranks(
 def run_function(name: str, nvme_path: Path, module: str, arguments: dict[str, Any]) -> Any:
     """On a rank."""
     importlib.import_module(module)
+    torch._dynamo.config.disable = False  # which `launch.environment` has set for DeepSpeed
     return FUNCTIONS[name](nvme_path, **arguments)
 
 
