@@ -28,10 +28,11 @@ RANK_TIMEOUT_S = 120
 _starting = threading.Lock()
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload([
-    "tests.zero3.checkpoint_ranks", "tests.zero3.groupings", "tests.zero3.loops",
     "tests.deepspeed.programs", "nvmeswap.deepspeed",
-    # DeepSpeed imports its Muon with the first engine, and so all of torch's compiler.
-    "deepspeed.runtime.zero.muon.muon_optimizer",
+    # DeepSpeed imports these with the first engine, and so all of torch's compiler.
+    "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.ops.op_builder.all_ops", "deepspeed.runtime.superoffload.superoffload_stage3",
+    "tests.zero3.checkpoint_ranks",
 ])
 
 
