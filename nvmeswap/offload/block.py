@@ -85,10 +85,16 @@ class ManagedTensor:
         self.is_unset = False
         self.version = self.tensor._version
 
+    @property
+    def is_converted(self) -> bool:
+        """Whether it was given data of another kind."""
+        tensor = self.tensor
+        return tensor.dtype is not self.place.dtype or tensor.shape != self.place.shape
+
     def refuse_conversion(self) -> None:
         """Raise SwapUsageError if it was given data of another kind."""
         tensor = self.tensor
-        if tensor.dtype is not self.place.dtype or tensor.shape != self.place.shape:
+        if self.is_converted:
             raise SwapUsageError(
                 f"{self.member.name} was {self.place.dtype} {tuple(self.place.shape)} when the "
                 f"model was offloaded, and is {tensor.dtype} {tuple(tensor.shape)} now",

@@ -347,6 +347,8 @@ def _move(group: list[Member], device: torch.device, values: Values | None) -> l
 def _give_back(block: Block) -> None:
     storages: dict[object, torch.UntypedStorage] = {}
     for managed in block.tensors:
+        if managed.is_converted:
+            continue  # by the user, into memory of its own
         segment = managed.place.segment
         device = managed.first_device
         if segment not in storages:

@@ -191,9 +191,10 @@ class GradientTraffic:
         """Backward has failed: what came of it is not part of any gradient, nor is what was hidden
         meanwhile, for all that is known of it (the user may have set it to None)."""
         with self._lock:
-            for record in self._touched.values():
+            for record in self._records.values():
                 self._arrive(record)
                 record.part = record.held = None
+                record.is_held = False
             self._touched = {}
 
     def close(self) -> None:

@@ -194,11 +194,12 @@ class Window:
                         self._mover.drop(block)
 
     def take_in_edits(self) -> None:
-        """What was written to tensors that are away goes to their homes."""
+        """What was written to tensors that are away goes to their homes; one that was converted is
+        its own."""
         for unit in self.units:
             if unit.state is UnitState.AWAY:
                 for block, managed in unit.tensors:
-                    if managed.was_changed:
+                    if managed.was_changed and not managed.is_converted:
                         self._mover.send_back(block, managed)
 
     # --- coming and going -------------------------------------------------------------------------
