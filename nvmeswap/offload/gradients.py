@@ -24,7 +24,6 @@ from nvmeswap.offload.layout import own_storage
 from nvmeswap.offload.saved import current_task
 from nvmeswap.offload.window import Unit, Window
 
-
 # Arbitrary: enough that small ones are copied behind the computation. A larger one is waited for,
 # a millisecond for 64 MiB, so that there is never a second one on the device.
 _MOST_ON_THEIR_WAY_NBYTES = 32 << 20
