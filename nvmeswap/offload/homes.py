@@ -94,6 +94,7 @@ class NvmeHome:
         assert space.store is not None
         self.key = key
         self._is_direct = is_direct
+        self._nbytes = layout.nbytes
         self._ends = {
             each.segment.offset_bytes + each.segment.nbytes for each in layout.sources
         }
@@ -111,10 +112,10 @@ class NvmeHome:
         return []
 
     def write(self, begin_bytes: int, values: torch.Tensor) -> list[StoreRequest]:
-        # A direct write is of whole blocks of the drive.
+        # A direct write is of whole blocks of the drive, but at the end of what is stored.
         before = begin_bytes % NVME_ALIGNMENT_NBYTES
         end_bytes = begin_bytes + values.numel()
-        behind = -end_bytes % NVME_ALIGNMENT_NBYTES
+        behind = 0 if end_bytes == self._nbytes else -end_bytes % NVME_ALIGNMENT_NBYTES
         if before or behind:
             whole = values.new_zeros(before + values.numel() + behind)
             if before or end_bytes not in self._ends:  # behind a segment is nothing
