@@ -49,7 +49,8 @@ class BlockHome(Protocol):
         are returned are done. Raises SwapWriteError and its kin."""
 
     def read(self, begin_bytes: int, out: torch.Tensor) -> list[StoreRequest]:
-        """Fill `out` (uint8, host), complete when the returned requests are."""
+        """Fill `out` (uint8, host), complete when the returned requests are. On NVMe `begin_bytes`
+        is a multiple of `NVME_ALIGNMENT_NBYTES`."""
 
     def stand_in(self, segment: Segment) -> torch.UntypedStorage:
         """A segment's bytes in host memory."""
