@@ -26,18 +26,17 @@ from torch.optim import Optimizer
 
 import nvmeswap.zero3
 from nvmeswap.errors import SwapError
-from nvmeswap.examples.arguments import positive
 from nvmeswap.examples.check import (
     agree,
     first_loss_difference,
     first_weight_difference,
     write_weights,
 )
+from nvmeswap.examples.hf_arguments import add_arguments, conflict
 from nvmeswap.examples.hf_model import (
     blocks_of,
     build_model,
     load_text,
-    model_config,
     sketch_model,
     weights_of,
 )
@@ -209,44 +208,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--path", type=Path, required=True, metavar="FOLDER", help="for swap files")
-    add("--model", type=Path, metavar="PATH", help="a config.json, or a folder with one and "
-        "perhaps safetensors and a tokenizer.json; without it, a Llama of 3 M parameters")
+    add_arguments(parser)
     add("--lora", action="store_true", help="train adapters by PEFT; the base is read only")
-    add("--text", type=Path, metavar="FILE",
-        help="what to train on; without it, the standard library's sources")
-    add("--steps", type=positive, default=20, help="optimizer steps")
-    add("--batch-size", type=positive, default=4, help="sequences a step")
-    add("--sequence-length", type=positive, default=128, help="tokens")
-    add("--learning-rate", type=float, default=3e-4, help="constant")
-    add("--seed", type=int, default=0, help="of random weights and batches")
     add("--precision", choices=["fp32", "bf16"], default="fp32",
         help="of forward and backward; the optimizer always works in fp32")
     add("--gradient-checkpointing", action="store_true",
         help="recompute each block in backward instead of keeping activations")
-    add("--device", choices=["cpu", "cuda"], default="cpu", help="computes here")
-    add("--check", action="store_true",
-        help="run again in RAM, compare all losses and the final weights bitwise")
     add("--json", type=Path, metavar="FILE", help="write losses and figures here")
     return parser
-
-
-def conflict(options: argparse.Namespace) -> str | None:
-    """The first thing asked for that can't be had, in a sentence; None if all is well."""
-    model, length = options.model, options.sequence_length
-    if not options.path.is_dir():
-        return f"--path {options.path}: there is no such folder"
-    if model is not None and not (model.is_file() or (model / "config.json").is_file()):
-        return f"--model {model}: there is no config.json"
-    if options.text is not None and not options.text.is_file():
-        return f"--text {options.text}: there is no such file"
-    if options.device == "cuda" and not torch.cuda.is_available():
-        return "--device cuda: torch finds no GPU here"
-    tokens, config = load_text(options.text, model).tokens, model_config(model)
-    if len(tokens) <= length:
-        return f"--text {options.text} is shorter than --sequence-length {length}"
-    if tokens.max() >= config.vocab_size:
-        return f"--model {model} knows {config.vocab_size} tokens, the text has {tokens.max()}"
-    return None
 
 
 def parse(arguments: Sequence[str] | None = None) -> Options:

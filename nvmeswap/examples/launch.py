@@ -14,16 +14,22 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
+def make_repeatable() -> None:
+    """A GPU's sums get one order, without which two equal runs may differ, with or without
+    nvmeswap. To be called before anything is computed there."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+
+
 @contextmanager
 def ranks(device: str, backend: str, *, repeatable: bool) -> Iterator[DeviceMesh]:
-    """The mesh of all ranks: torchrun's, or this process alone. `repeatable`: a GPU's sums get one
-    order, without which two equal runs may differ, with or without nvmeswap."""
+    """The mesh of all ranks: torchrun's, or this process alone. `repeatable`: as `make_repeatable`
+    says."""
     if device == "cuda":
         backend = f"cpu:gloo,cuda:{backend}"
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         if repeatable:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True)
+            make_repeatable()
     if "RANK" in os.environ:
         dist.init_process_group(backend)
     else:

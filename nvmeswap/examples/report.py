@@ -56,7 +56,7 @@ class StepReporter:
     def __init__(self, title: str, step_count: int) -> None:
         self.title = title
         self.step_count = step_count
-        self.console = Console(quiet=dist.get_rank() != 0)
+        self.console = Console(quiet=dist.is_initialized() and dist.get_rank() != 0)
         self.bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=20),
