@@ -57,8 +57,7 @@ def train(model: Any, text: Text, options: argparse.Namespace) -> Iterator[Step]
 
 
 def adapters_of(model: Any) -> dict[str, Tensor]:
-    parameters = model.named_parameters()
-    return {name: each.detach().cpu() for name, each in parameters if each.requires_grad}
+    return {n: p.detach().cpu() for n, p in model.named_parameters() if p.requires_grad}
 
 
 def follow(title: str, steps: Iterator[Step], options: argparse.Namespace) -> list[float]:
@@ -103,8 +102,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--prefetch", type=int, default=1, help="blocks that come ahead of their use")
     add("--save", type=Path, metavar="FOLDER", help="write the adapters here, as PEFT does")
     options = parser.parse_args(arguments)
-    problem = conflict(options)
-    if problem is not None:
+    if problem := conflict(options):
         parser.error(problem)
     return options
 
@@ -119,9 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SwapError as error:  # says what to do; a traceback would only hide it
         print(error, file=sys.stderr)
         return 1
-    print(f"{stats.unit_count} units, at most {stats.peak_resident_unit_count} of them "
-          f"({mib(stats.peak_resident_nbytes)}) on {options.device} at a time; "
-          f"{stats.in_nbytes / 1e9:.2f} GB copied there, {stats.stall_s:.1f} s waited for it")
+    print(f"at most {stats.peak_resident_unit_count} of {stats.unit_count} units "
+          f"({mib(stats.peak_resident_nbytes)}) on {options.device}; waited {stats.stall_s:.1f} s")
     difference = first_difference(ours, options, text) if options.check else None
     if options.check:
         print("equals resident run: " + ("yes" if difference is None else f"no, {difference}"))
