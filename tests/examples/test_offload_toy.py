@@ -1,7 +1,8 @@
-"""The toy of module offload, as a person types it.  field case A38"""
+"""The toy of module offload as a person types it, and the page about it.  field case A38"""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from nvmeswap.examples import offload_toy
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "howto" / "module_offload.md"
 TINY = ["--size", "64", "--rows", "8", "--steps", "3", "--check"]
 
 
@@ -43,3 +45,8 @@ def test_toy_when_a_weight_differs_says_which_and_fails(
     monkeypatch.setattr(offload_toy, "Toy", Tampered)
     assert offload_toy.main(TINY) == 1
     assert "no, layers." in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_page_about_it_is_one_program_that_runs(tmp_path: Path) -> None:
+    program = "\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL))
+    exec(program.replace("/mnt/nvme", str(tmp_path)), {})
