@@ -37,7 +37,7 @@ def import_ours(tier: str) -> Apply:
     return apply
 
 
-def import_diffusers(*, disk: bool, **options: bool) -> Apply:
+def import_diffusers(*, disk: bool, **options: Any) -> Apply:
     from diffusers.hooks import apply_group_offloading
 
     def apply(model: nn.Module, device: str, folder: Path) -> Any:

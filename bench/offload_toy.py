@@ -45,7 +45,7 @@ class Trainer:
     def update(self) -> Samples:
         return {"update": Usage(0, self.worker.ask(update=True)["update_s"], 0.0)}
 
-    def most(self, name: str) -> float:
+    def most(self, name: str) -> Any:
         return max(answer[name] for answer in self.answers)
 
 

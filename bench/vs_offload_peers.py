@@ -39,7 +39,7 @@ from nvmeswap.io.probe import probe_folder
 _WARM_UP_FORWARDS = 2  # diffusers and ours see the order of blocks in the first
 _FIO = "fio"
 REFERENCE = "resident"
-# Of 1.61 and 0.40 GB. A processor takes longer for bf16, or for more than one row, than for reading.
+# Of 1.61 and 0.40 GB. A processor takes longer for bf16, or for more rows than one, than to read.
 SIZES = {"cuda": Size(24, 4096, 4096, "bfloat16"), "cpu": Size(12, 4096, 1, "float32")}
 QUICK = {"cuda": Size(24, 2048, 4096, "bfloat16"), "cpu": Size(12, 2048, 1, "float32")}
 
@@ -76,10 +76,10 @@ class System:
             found = self.worker.ask(expected=str(expected))
             self.difference = found["difference"] if found["is_finite"] else float("nan")
 
-    def median(self, name: str) -> float:
+    def median(self, name: str) -> Any:
         return statistics.median(answer[name] for answer in self.answers)
 
-    def most(self, name: str) -> int:
+    def most(self, name: str) -> Any:
         return max(answer.get(name, 0) for answer in self.answers)
 
 
@@ -267,7 +267,8 @@ def main() -> int:
             fio = None
         measure(Comparison(report, folder, options.device, size), names, fio)
     if options.plot is not None:
-        draw(options.plot, report.figures, [*names, _FIO], title=f"{size}")
+        draw(options.plot, report.figures, [*names, _FIO],
+             title=f"{size.blocks_nbytes / 1e9:.2f} GB in {size.blocks} blocks on {options.device}")
     report.write(options.json, machine)
     return 0
 
