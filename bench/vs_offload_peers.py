@@ -209,13 +209,13 @@ def show(
     comparison: Comparison, found: Rounds, systems: Mapping[str, System], floor: str | None
 ) -> None:
     """One row a system."""
-    peak = "GPU MB" if comparison.device == "cuda" else "peak MB"
+    peak = "peak MB, GPU" if comparison.device == "cuda" else "peak MB"
     table = Table(title=f"{comparison.size.blocks_nbytes / 1e9:.2f} GB on {comparison.device}",
                   title_justify="left")
     table.add_column("system", no_wrap=True)
-    for column in ("s", "GB/s", "of fio", peak, "cached MB"):
+    for column in ("s", "GB/s", "of fio", peak, "cached"):
         table.add_column(column, justify="right")
-    table.add_column("output")
+    table.add_column("output", no_wrap=True)
     for name in found.samples:
         system = systems.get(name)
         share = f"{found.ratio(name, floor, 'forward'):.2f}" if floor is not None and (
@@ -223,12 +223,12 @@ def show(
         row = [name, f"{found.median(name, 'forward', wall):.3f}",
                f"{found.median(name, 'forward'):.2f}", share]
         if system is not None and system.difference is not None:
-            cached = f"{system.median('cached_nbytes') / 1e6:.0f}" if system.is_on_disk else ""
+            cached = f"{system.median('cached_nbytes') / 1e6:.0f} MB" if system.is_on_disk else ""
             output = "equal" if system.difference == 0 else f"differs by {system.difference:.2g}"
             row += [f"{system.most('peak_nbytes') / 1e6:.0f}", cached, output]
         table.add_row(*row)
-    for name, why in comparison.refused.items():
-        table.add_row(name, "", "", "", "", "", f"refused: {why.partition(':')[0]}")
+    for name in comparison.refused:
+        table.add_row(name, "", "", "", "", "", "refused")
     Console().print(table)
 
 
