@@ -17,10 +17,12 @@ def draw(
     figure = Figure(figsize=(11, 0.4 * len(shown) + 1.5), dpi=120, layout="constrained")
     figure.suptitle(title)
     left, right = figure.subplots(1, 2, sharey=True)
-    for axes, ending, label in ((left, "s", "seconds a forward"), (right, "peak_mb", "peak MB")):
+    for axes, ending, label, shape in (
+        (left, "s", "seconds a forward", ".3f"), (right, "peak_mb", "peak MB", ",.0f"),
+    ):
         values = [figures.get(f"{name}_{ending}", 0.0) for name in shown]
         bars = axes.barh(shown, values, color=colours)
-        axes.bar_label(bars, [f"{value:.3g}" if value else "" for value in values], padding=3)
+        axes.bar_label(bars, [f"{value:{shape}}" if value else "" for value in values], padding=3)
         axes.set(xlabel=label)
         axes.margins(x=0.15)
     figure.savefig(path, format="png")

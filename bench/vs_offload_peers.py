@@ -209,13 +209,13 @@ def show(
     comparison: Comparison, found: Rounds, systems: Mapping[str, System], floor: str | None
 ) -> None:
     """One row a system."""
-    peak = "peak MB, GPU" if comparison.device == "cuda" else "peak MB"
+    peak = "GPU MB" if comparison.device == "cuda" else "peak MB"
     table = Table(title=f"{comparison.size.blocks_nbytes / 1e9:.2f} GB on {comparison.device}",
                   title_justify="left")
     table.add_column("system", no_wrap=True)
-    for column in ("s", "GB/s", "of fio", peak, "cached"):
-        table.add_column(column, justify="right")
-    table.add_column("output", no_wrap=True)
+    for column in ("s", "GB/s", "of fio", peak, "cached MB"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("output")
     for name in found.samples:
         system = systems.get(name)
         share = f"{found.ratio(name, floor, 'forward'):.2f}" if floor is not None and (
@@ -223,8 +223,8 @@ def show(
         row = [name, f"{found.median(name, 'forward', wall):.3f}",
                f"{found.median(name, 'forward'):.2f}", share]
         if system is not None and system.difference is not None:
-            cached = f"{system.median('cached_nbytes') / 1e6:.0f} MB" if system.is_on_disk else ""
-            output = "equal" if system.difference == 0 else f"differs by {system.difference:.2g}"
+            cached = f"{system.median('cached_nbytes') / 1e6:.0f}" if system.is_on_disk else ""
+            output = "equal" if system.difference == 0 else f"off by {system.difference:.0e}"
             row += [f"{system.most('peak_nbytes') / 1e6:.0f}", cached, output]
         table.add_row(*row)
     for name in comparison.refused:
