@@ -190,6 +190,7 @@ def tell_tier(
     read, other = names
     if floor is not None:
         report.figure(f"{read}_over_{other}", found.ratio(ours, floor, "forward"))
+        report.figure(f"{other}_s_over_{ours}_s", found.ratio(floor, ours, "forward", wall))
     if not peers:
         report.note(f"no peer ran beside {ours}")
         return
