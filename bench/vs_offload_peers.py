@@ -4,9 +4,10 @@
 
     pip install accelerate requests && pip install --no-deps diffusers==0.42.1   # the peers
 
-Each is a process of its own; forwards of all are interleaved, each after its files were dropped
-from the page cache. fio reads as many bytes, directly, in the same rounds. A peer that is missing
-or refuses is told, and left out. Speeds are those of whole forwards.
+Each is a process of its own; forwards of all are interleaved, two in a turn, of which the second
+counts, each after its files were dropped from the page cache. fio reads as many bytes, directly,
+in the same rounds. A peer that is missing or refuses is told, and left out. Speeds are those of
+whole forwards.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from nvmeswap.cli.bench.trial import TrialFile
 from nvmeswap.cli.bench.usage import Usage
 from nvmeswap.io.probe import probe_folder
 
-_WARM_UP_FORWARDS = 2  # diffusers and ours see the order of blocks in the first
+_WARM_UP_TURNS = 1  # of two forwards; diffusers and ours see the order of blocks in the first
 _FIO = "fio"
 REFERENCE = "resident"
 # Of 1.61 and 0.40 GB. A processor takes longer for bf16, or for more rows than one, than to read.
@@ -117,7 +118,7 @@ class Comparison:
             folder.mkdir()
             worker.ask(system=name, device=self.device, folder=str(folder), size=asdict(self.size))
             system = System(name, worker, self.size)
-            for _ in range(_WARM_UP_FORWARDS):
+            for _ in range(_WARM_UP_TURNS):
                 worker.ask()
             system.compare(expected)
             stack.push(begun.pop_all())
