@@ -12,6 +12,8 @@ from torch import nn
 
 from nvmeswap import OffloadManager
 from nvmeswap.io.engine import Engine
+from tests.offload.blocks import Blocks, Managed
+from tests.offload.runs import twins
 
 Manage = Callable[..., OffloadManager]
 
@@ -29,6 +31,17 @@ def manage(tmp_path: Path) -> Iterator[Manage]:
             return opened.enter_context(OffloadManager(model, device, tier=tier, **options))
 
         yield make
+
+
+@pytest.fixture
+def pair(manage: Manage) -> Managed:
+    """A plain model, a managed one like it, and its manager; trained where it is stored."""
+
+    def make(build: Callable[[], nn.Module] = Blocks, *, tier: str = "cpu", **options: Any) -> Any:
+        plain, model = twins(build)
+        return plain, model, manage(model, tier=tier, trainable=tier, **options)
+
+    return make
 
 
 @pytest.fixture

@@ -180,11 +180,12 @@ def test_interrupted_anywhere_it_goes_on(manage: Manage, tier: str, kind: str) -
     expected = one_pass(plain)
     manager = manage(model, tier=tier, trainable=tier)
     one_pass(model)
-    count = 0
-    for count, _ in enumerate(interrupted_everywhere(lambda: one_pass(model), apart=37)):
+    points = []
+    for point in interrupted_everywhere(lambda: one_pass(model), apart=37):
+        points.append(point)
         assert_equal(one_pass(model), expected)
         assert manager.stats().resident_nbytes == 0
-    assert count > 5
+    assert len(points) > 5
     manager.close()
     assert_equal(one_pass(model), expected)
 
@@ -362,13 +363,15 @@ def test_write_that_fails_while_it_is_made_leaves_the_model(
 ) -> None:
     """Whichever it is, of weights or of space."""
 
+    number = 0
+
     def open_engine(**options: Any) -> Engine:
         engines.append(Engine(fault_script=f"write {number} errno {errno.EIO}", **options))
         return engines[-1]
 
     monkeypatch.setattr("nvmeswap.swap.space.Engine", open_engine)
     expected = one_pass(on_disk())
-    for number in (1, 2, 4):
+    for number in (1, 2, 4):  # noqa: B007
         model = on_disk()
         with pytest.raises(SwapError):
             OffloadManager(model, "cpu", path=tmp_path, trainable="nvme")
@@ -423,7 +426,7 @@ def test_model_that_is_managed_already_is_refused(manage: Manage, tier: str) -> 
 
 @pytest.mark.parametrize(
     "options",
-    [{"tier": "disk"}, {"granularity": "leaves"}, {"granularity": 0}, {"granularity": "12 potatoes"},
+    [{"tier": "disk"}, {"granularity": "leaves"}, {"granularity": 0}, {"granularity": "12 apples"},
      {"prefetch": -1}, {"trainable": "gpu"}, {"buffers": "yes"}, {"buffer_count": 0},
      {"keep_resident_bytes": -1}, {"tier": "nvme", "path": None}, {"path": "/no/such/folder"},
      {"tier": "cpu", "trainable": "nvme", "path": None}, {"unified_memory": "maybe"}],

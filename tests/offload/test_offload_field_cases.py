@@ -1,0 +1,615 @@
+"""Faults that users of such systems met, each with its small input and the right result here."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from nvmeswap import OffloadManager, SwapError
+from nvmeswap.io.engine import Engine
+from tests.offload.conftest import Manage
+from tests.offload.moving_structures import ORDERS, Ordered
+from tests.offload.runs import (
+    DIM,
+    LEARNING_RATE,
+    assert_equal,
+    call,
+    copied,
+    forward_and_backward,
+    frozen,
+    infer,
+    input_of,
+    stack,
+    train,
+    twins,
+    weights_of,
+)
+from tests.offload.structures import VOCABULARY, TiedByParameter, tokens
+from tests.oracle import Run
+
+tiers = pytest.mark.parametrize("tier", ["cpu", "nvme"])
+both_kinds = pytest.mark.parametrize("kind", ["frozen", "trained"])
+
+
+def a_stack(kind: str) -> nn.Module:
+    return frozen(stack()) if kind == "frozen" else stack()
+
+
+# --- C: structure and layout ---------------------------------------------------------------------
+
+
+@tiers
+@both_kinds
+def test_edits_in_materialize_are_written_back(manage: Manage, tier: str, kind: str) -> None:
+    """By modules, by parameters, and of all; whatever the window is. field case C03"""
+    plain, model = a_stack(kind), a_stack(kind)
+    manager = manage(model, tier=tier, trainable=tier)
+    infer(model)
+    for names, layers in ((["0"], [0]), (["2.weight", "3"], [2, 3]), ([], range(6))):
+        with manager.materialize(*names), torch.no_grad():
+            assert manager.stats().resident_unit_count >= len(layers)
+            for each in (plain, model):
+                for layer in layers:
+                    each[layer].weight.add_(1)
+                    each[layer].bias.data = each[layer].bias.data * 2 + 1
+        assert manager.stats().resident_unit_count == 0
+        assert_equal(infer(model), infer(plain))
+    assert_equal(train(model), train(plain))
+    manager.close()
+    assert_equal(infer(model), infer(plain))
+
+
+@tiers
+def test_materialize_around_calls_nested_and_with_errors(manage: Manage, tier: str) -> None:
+    plain, model = stack(), stack()
+    manager = manage(model, tier=tier, trainable=tier)
+    with manager.materialize("1"), manager.materialize("1", "2"):
+        assert_equal(train(model), train(plain))
+        assert manager.stats().resident_unit_count >= 2
+    assert manager.stats().resident_unit_count == 0
+    with pytest.raises(ZeroDivisionError), manager.materialize("1"), torch.no_grad():
+        for each in (plain, model):
+            each[1].weight.mul_(2)
+        raise ZeroDivisionError
+    assert manager.stats().resident_unit_count == 0
+    assert_equal(infer(model), infer(plain))
+    with pytest.raises(SwapError, match="nowhere") as raised, manager.materialize("nowhere"):
+        pass
+    assert raised.value.fix
+
+
+@tiers
+@pytest.mark.parametrize("prefetch", [1, 5])
+def test_layers_that_are_skipped_give_their_place_back(
+    manage: Manage, tier: str, prefetch: int
+) -> None:
+    """Two slots; a prefetched layer may never be called. field case C09; features G2, G3"""
+    plain, model = twins(Ordered)
+    manager = manage(model, tier=tier, trainable=tier, prefetch=prefetch, buffer_count=2)
+    for order in (*ORDERS, *reversed(ORDERS), *ORDERS):
+        ours, theirs = (
+            forward_and_backward(each, lambda m, x, n, order=order: m(x, order), 0)
+            for each in (model, plain)
+        )
+        assert_equal(Run([], ours), Run([], theirs))
+        assert manager.stats().resident_unit_count == 0
+    assert manager.stats().peak_resident_unit_count <= prefetch + 1
+
+
+def test_unit_holds_its_subtree_once(manage: Manage) -> None:
+    """field case C10"""
+    unit = nn.Sequential(
+        nn.Linear(DIM, DIM), nn.Sequential(nn.Linear(DIM, DIM), nn.LayerNorm(DIM))
+    )
+    model = nn.Sequential(unit, nn.Linear(DIM, DIM))
+    nbytes = sum(parameter.nbytes for parameter in unit.parameters())
+    manager = manage(model, tier="cpu", trainable="cpu", granularity="block")
+    (ours,) = (each for each in manager.units if each.name == "0")
+    assert sorted(ours.names) == sorted(f"0.{name}" for name, _ in unit.named_parameters())
+    assert nbytes <= ours.nbytes <= nbytes + 256 * len(ours.names)
+    before = manager.stats().h2d_nbytes
+    with torch.no_grad():
+        unit(input_of(0))
+    assert manager.stats().h2d_nbytes - before == ours.nbytes
+
+
+@tiers
+def test_tensor_that_is_held_outlives_what_it_was_read_from(
+    tmp_path: Path, tier: str
+) -> None:
+    """Also its file, its slot and its manager. field case C12"""
+    plain, model = stack(), stack()
+    options: dict[str, Any] = {"path": tmp_path} if tier == "nvme" else {}
+    manager = OffloadManager(model, "cpu", tier=tier, trainable=tier, buffer_count=1, **options)
+    held = [layer.weight.data for layer in model]
+    states = model.state_dict()
+    infer(model)
+    manager.close()
+    del manager, model
+    gc.collect()
+    for number, layer in enumerate(plain):
+        assert torch.equal(held[number], layer.weight)
+        assert torch.equal(states[f"{number}.weight"], layer.weight)
+    assert_equal(infer(stack()), infer(plain))
+
+
+# --- D: silent wrong numbers ---------------------------------------------------------------------
+
+
+@tiers
+def test_one_slot_is_never_filled_before_it_was_used(
+    manage: Manage, engines: list[Engine], tier: str
+) -> None:
+    """field case D05"""
+    plain, model = stack(), stack()
+    manage(model, tier=tier, trainable=tier, buffer_count=1, prefetch=3)
+    for engine in engines:
+        engine.inject("seed 2 rate 40 late,delay")
+    assert_equal(train(model), train(plain))
+
+
+@tiers
+def test_unit_on_its_way_may_be_released_and_wanted_again(manage: Manage, tier: str) -> None:
+    """field case D06"""
+    plain, model = frozen(stack(2)), frozen(stack(2))
+    manager = manage(model, tier=tier, prefetch=1)
+    x = input_of(0)
+    expected = plain(x)
+    with torch.no_grad():
+        model(x)
+        for _ in range(100):
+            model[0](x)  # which brings the second one ahead
+            manager.release()
+            assert torch.equal(model(x), expected)
+
+
+@tiers
+@both_kinds
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_gradients_of_swapped_blocks_are_exact(
+    manage: Manage, tier: str, kind: str, checkpointing: bool
+) -> None:
+    """Four blocks, two places, float64. field case D07"""
+    plain, model = (nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(4))) for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    for each in (plain, model):
+        each.double()
+        if kind == "frozen":
+            frozen(each)
+    manage(model, tier=tier, trainable=tier, prefetch=1)
+
+    def forward(model: nn.Module, x: torch.Tensor, number: int) -> torch.Tensor:
+        x = x.double()
+        for block in model:
+            if checkpointing:
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        return x
+
+    assert_equal(train(model, forward), train(plain, forward))
+
+
+@tiers
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_updates_reach_the_store(manage: Manage, tier: str, when: str) -> None:
+    """field case D09"""
+    plain, model = stack(), stack()
+    first = copied(model)
+    if when == "before":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager = manage(model, tier=tier, trainable=tier)
+    if when == "after":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, optimizer=optimizer)
+    train(plain, optimizer=torch.optim.SGD(plain.parameters(), lr=0.1))
+    manager.release()
+    for name, tensor in manager.state_dict().items():
+        assert torch.equal(tensor, plain.state_dict()[name])
+        assert not torch.equal(tensor, first.state_dict()[name])
+
+
+@tiers
+def test_what_is_on_a_parameter_stays(manage: Manage, tier: str) -> None:
+    """requires_grad, grad and the user's attributes. field case D10"""
+    model = stack()
+    model[1].weight.requires_grad_(False)
+    for index, parameter in enumerate(model.parameters()):
+        parameter.mark = ("mine", index)
+    flags = [parameter.requires_grad for parameter in model.parameters()]
+    model[0].weight.grad = torch.ones(DIM, DIM)
+    manager = manage(model, tier=tier, trainable=tier)
+    forward_and_backward(model, call, 0)
+    kept = [parameter.grad for parameter in model.parameters()]
+    infer(model)
+    manager.release()
+    manager.close()
+    for index, parameter in enumerate(model.parameters()):
+        assert parameter.mark == ("mine", index) and parameter.requires_grad is flags[index]
+        assert parameter.grad is kept[index] and parameter.is_leaf
+    reference = stack()
+    reference[0].weight.grad = torch.ones(DIM, DIM)
+    forward_and_backward(reference, call, 0)
+    assert torch.equal(model[0].weight.grad, reference[0].weight.grad)
+
+
+@tiers
+def test_gradient_set_to_zero_is_added_to(manage: Manage, tier: str) -> None:
+    """It stays the same tensor over steps. field case D10"""
+    plain, model = stack(), stack()
+    manage(model, tier=tier, trainable=tier)
+    for each in (plain, model):
+        forward_and_backward(each, call, 0)
+        grads = [parameter.grad for parameter in each.parameters()]
+        each.zero_grad(set_to_none=False)
+        forward_and_backward(each, call, 1)
+        forward_and_backward(each, call, 2)
+        assert all(p.grad is grad for p, grad in zip(each.parameters(), grads, strict=True))
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+# --- E: loaders ----------------------------------------------------------------------------------
+
+
+@tiers
+def test_tensors_on_meta_are_three_different_ones_once_they_are_filled(
+    manage: Manage, tier: str
+) -> None:
+    """Or refused by name. field case E03"""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(3)))
+    plain = stack(3)
+    try:
+        manager = manage(model, tier=tier, trainable=tier)
+    except SwapError as error:
+        assert "0.weight" in str(error) and error.fix
+        return
+    manager.load_state_dict(plain.state_dict())
+    assert_equal(infer(model), infer(plain))
+
+
+class TinyLanguageModel(nn.Module):
+    """Two layers of attention, a tied head."""
+
+    mask: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, DIM)
+        self.positions = nn.Parameter(torch.randn(8, DIM) / 4)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(DIM, 2, 2 * DIM, 0.0, norm_first=True, batch_first=True)
+            for _ in range(2)
+        )
+        self.norm, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        mask = nn.Transformer.generate_square_subsequent_mask(8)
+        self.register_buffer("mask", mask, persistent=False)
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        length = numbers.shape[1]
+        x = self.embedding(numbers) + self.positions[:length]
+        for block in self.blocks:
+            x = block(x, src_mask=self.mask[:length, :length], is_causal=True)
+        return self.head(self.norm(x))
+
+
+def language_loss(model: nn.Module, x: torch.Tensor, number: int) -> torch.Tensor:
+    def loss(logits: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(logits[:, :-1].flatten(0, 1), numbers[:, 1:].flatten())
+
+    numbers = (x.detach()[..., 0].abs() * 7).long() % VOCABULARY
+    return loss(model(numbers))
+
+
+@pytest.mark.parametrize("granularity", ["leaf", "block", 4000])
+def test_whole_language_model_is_on_nvme(manage: Manage, granularity: Any) -> None:
+    """field case E05"""
+    plain, model = twins(TinyLanguageModel)
+    manager = manage(model, trainable="nvme", granularity=granularity)
+    assert sum(len(unit.names) for unit in manager.units) == len(
+        [*model.parameters(), *model.buffers()]
+    )
+    assert_equal(train(model, language_loss), train(plain, language_loss))
+    assert manager.stats().resident_nbytes == 0
+
+
+def test_thousands_of_tensors_are_few_requests(manage: Manage, engines: list[Engine]) -> None:
+    """They lie in their unit one after the other. field case E06"""
+    model = nn.Module()
+    for number in range(3000):
+        model.register_parameter(f"p{number}", nn.Parameter(torch.full((3,), float(number))))
+    model.forward = lambda x: x + model.p2999  # type: ignore[method-assign]
+    began = len(engines)
+    manager = manage(frozen(model))
+    assert len(manager.units) == 1
+    engine = engines[began:][-1]
+    before = engine.stats().request_count
+    assert torch.equal(model(torch.zeros(3)), torch.full((3,), 2999.0))
+    assert engine.stats().request_count - before <= 1
+
+
+@tiers
+@pytest.mark.parametrize("through", ["model", "manager"])
+def test_state_saved_while_offloaded_is_real(
+    manage: Manage, tmp_path: Path, tier: str, through: str
+) -> None:
+    """Nested and tied ones too, through a file, while units come and go. field case E07;
+    features F15, A28, 3.2"""
+    plain, model = twins(TinyLanguageModel)
+    manager = manage(model, tier=tier, trainable=tier)
+    assert_equal(train(model, language_loss), train(plain, language_loss))
+    source: Any = model if through == "model" else manager
+    torch.save(source.state_dict(), tmp_path / "saved")
+    fresh = TinyLanguageModel()
+    fresh.load_state_dict(torch.load(tmp_path / "saved"))
+    assert_equal(infer(fresh.eval(), language_loss), infer(plain.eval(), language_loss))
+    assert (tmp_path / "saved").stat().st_size < 3 * sum(p.nbytes for p in plain.parameters())
+
+
+@tiers
+@both_kinds
+@pytest.mark.parametrize("through", ["model", "manager"])
+def test_state_loaded_while_offloaded_is_used(
+    manage: Manage, tier: str, kind: str, through: str
+) -> None:
+    plain, model = twins(TiedByParameter)
+    torch.manual_seed(9)
+    other = TiedByParameter()
+    if kind == "frozen":
+        frozen(plain), frozen(model)
+    manager = manage(model, tier=tier, trainable=tier)
+    infer(model, tokens)
+    parameters = dict(model.named_parameters())
+    source: Any = model if through == "model" else manager
+    source.load_state_dict(other.state_dict())
+    plain.load_state_dict(other.state_dict())
+    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
+    assert_equal(infer(model, tokens), infer(plain, tokens))
+    assert_equal(train(model, tokens), train(plain, tokens))
+
+
+@tiers
+def test_state_that_does_not_fit_is_refused_or_not_strict(manage: Manage, tier: str) -> None:
+    plain, model = stack(), stack()
+    manager = manage(model, tier=tier, trainable=tier)
+    missing = {name: t for name, t in plain.state_dict().items() if name != "3.weight"}
+    unknown = {**plain.state_dict(), "7.weight": torch.zeros(3)}
+    shape = {**plain.state_dict(), "3.weight": torch.zeros(3)}
+    for wrong in (missing, unknown, shape):
+        with pytest.raises((SwapError, RuntimeError), match=r"[37]\.weight"):
+            manager.load_state_dict(wrong)
+    assert_equal(infer(model), infer(plain))
+    manager.load_state_dict({"0.bias": torch.ones(DIM)}, strict=False)
+    plain.load_state_dict({"0.bias": torch.ones(DIM)}, strict=False)
+    assert_equal(infer(model), infer(plain))
+
+
+@tiers
+@pytest.mark.parametrize("move", ["cpu", "bfloat16", "meta"])
+def test_moving_a_managed_model_by_hand_is_refused_or_right(
+    manage: Manage, tier: str, move: str
+) -> None:
+    """No second copy of it. features A36; field case B13"""
+    plain, model = frozen(stack()), frozen(stack())
+    manage(model, tier=tier)
+    infer(model)
+    target: Any = {"cpu": "cpu", "bfloat16": torch.bfloat16, "meta": "meta"}[move]
+    try:
+        model.to(target)
+    except (SwapError, RuntimeError) as error:
+        assert not isinstance(error, SwapError) or error.fix
+    else:
+        try:
+            numbers = infer(model)
+        except SwapError as error:
+            assert error.fix
+            return
+        if move == "cpu":
+            assert_equal(numbers, infer(plain))
+            storages = {p.untyped_storage().data_ptr() for p in model[0].parameters()}
+            assert len(storages) <= 2
+
+
+# --- what else the peers get wrong ---------------------------------------------------------------
+
+
+def test_second_model_on_the_same_path_gets_its_own_weights(tmp_path: Path) -> None:
+    """After the first one, and beside it. features 3.2, section 4: 16"""
+    models = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        models.append(frozen(nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))))
+    expected = [infer(model) for model in models]
+    with OffloadManager(models[0], "cpu", path=tmp_path):
+        assert_equal(infer(models[0]), expected[0])
+    with OffloadManager(models[1], "cpu", path=tmp_path):
+        with OffloadManager(models[2], "cpu", path=tmp_path):
+            for model, numbers in zip(models, expected, strict=True):
+                assert_equal(infer(model), numbers)
+        assert_equal(infer(models[1]), expected[1])
+    assert list(tmp_path.rglob("*.swp")) == []
+
+
+KILLED = """
+import os, sys, torch
+from nvmeswap import OffloadManager
+model = torch.nn.Linear(64, 64)
+torch.nn.init.zeros_(model.weight)
+manager = OffloadManager(model, "cpu", path=sys.argv[1], trainable="nvme")
+model(torch.ones(64)).sum().backward()
+os._exit(9)
+"""
+
+
+def test_files_of_a_killed_process_are_removed_and_never_read(tmp_path: Path) -> None:
+    """features 3.2, section 4: 16"""
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], timeout=120)
+    assert killed.returncode == 9
+    (left,) = tmp_path.rglob("*.swp")
+    plain, model = (nn.Linear(64, 64) for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    x = torch.ones(2, 64)
+    with OffloadManager(model, "cpu", path=tmp_path, trainable="nvme"):
+        assert not left.exists()
+        assert torch.equal(model(x), plain(x))
+
+
+@tiers
+def test_released_component_keeps_what_was_done_to_it(manage: Manage, tier: str) -> None:
+    """features C1, C2, section 4: 20"""
+    plain, model = twins(TinyLanguageModel)
+    manager = manage(frozen(model), tier=tier, keep_resident_bytes=1 << 20)
+    frozen(plain)
+    manager.load()
+    assert manager.stats().resident_unit_count == manager.stats().unit_count
+    for each in (plain, model):
+        each.eval()
+        each.flag = "set after loading"
+        with torch.no_grad():
+            for block in each.blocks:
+                block.linear1.weight.mul_(0.5)
+    manager.release()
+    assert manager.stats().resident_nbytes == 0
+    assert model.flag == "set after loading" and not model.training
+    assert_equal(infer(model, language_loss), infer(plain, language_loss))
+
+
+@tiers
+def test_unified_memory_needs_no_second_copy_in_ram(manage: Manage, tier: str) -> None:
+    """The CPU tier does nothing there, and says so once; NVMe still serves. features C12,
+    section 4: 24"""
+    plain, model = stack(), stack()
+    manager = manage(model, tier=tier, trainable=tier, unified_memory=True)
+    assert_equal(train(model), train(plain))
+    assert (manager.stats().load_count == 0) == (tier == "cpu")
+    manager.release()
+    assert_equal(infer(model), infer(plain))
+    manager.close()
+    assert_equal(infer(model), infer(plain))
+
+
+@tiers
+def test_buffers_that_stay_are_right_too(manage: Manage, tier: str) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.BatchNorm1d(5), nn.Linear(DIM, DIM), nn.BatchNorm1d(5))
+
+    plain, model = twins(build)
+    place = model[0].running_mean.data_ptr()
+    manager = manage(model, tier=tier, trainable=tier, buffers="resident")
+    place = model[0].running_mean.data_ptr()
+    assert_equal(train(model), train(plain))
+    assert model[0].running_mean.data_ptr() == place
+    manager.close()
+    assert_equal(infer(model), infer(plain))
+
+
+@tiers
+def test_memory_that_is_not_page_locked_serves(manage: Manage, tier: str) -> None:
+    """features A17"""
+    plain, model = stack(), stack()
+    manage(model, tier=tier, trainable=tier, pin_memory=False)
+    assert_equal(train(model), train(plain))
+
+
+@tiers
+def test_another_thread_may_call_the_model(manage: Manage, tier: str) -> None:
+    """One at a time. features F21"""
+    plain, model = stack(), stack()
+    manage(model, tier=tier, trainable=tier)
+    results: list[Run] = []
+    for _ in range(2):
+        thread = threading.Thread(target=lambda: results.append(train(model)))
+        thread.start()
+        thread.join()
+    for ours in results:
+        assert_equal(ours, train(plain))
+
+
+def test_partitioned_parameters_are_refused_by_name(manage: Manage) -> None:
+    """Of DeepSpeed's ZeRO. features A32"""
+    model = stack()
+    model[2].weight.ds_id = 3
+    with pytest.raises(SwapError, match=r"2\.weight") as raised:
+        manage(model, tier="cpu")
+    assert raised.value.fix
+
+
+@tiers
+def test_no_warning_is_silenced_and_none_is_given(manage: Manage, tier: str) -> None:
+    """features 2A: a filter for the whole process"""
+    filters = list(warnings.filters)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        before = list(warnings.filters)
+        model = stack()
+        manager = manage(model, tier=tier, trainable=tier)
+        train(model)
+        manager.close()
+        assert list(warnings.filters) == before
+    assert [str(each.message) for each in caught if "nvmeswap" in str(each.filename)] == []
+    assert list(warnings.filters) == filters
+
+
+@tiers
+def test_old_values_are_not_kept(manage: Manage, tier: str) -> None:
+    """field case B12"""
+    model = frozen(stack())
+    manager = manage(model, tier=tier)
+    seen: list[Any] = []
+    for layer in model:
+        layer.register_forward_pre_hook(lambda m, _: seen.append(weakref.ref(m.weight.data)))
+    infer(model)
+    gc.collect()
+    assert [each() for each in seen] == [None] * len(seen) and seen
+    assert manager.stats().resident_nbytes == 0
+
+
+@tiers
+def test_average_of_weights_is_kept_up(manage: Manage, tier: str) -> None:
+    """The usual moving average over a managed model."""
+    plain, model = stack(), stack()
+    manage(model, tier=tier, trainable=tier)
+    averages = []
+    for each in (plain, model):
+        average = torch.optim.swa_utils.AveragedModel(each)
+        for _ in range(2):
+            train(each, steps=1)
+            average.update_parameters(each)
+        averages.append(weights_of(average.module))
+    assert averages[0].keys() == averages[1].keys()
+    assert all(torch.equal(averages[0][name], averages[1][name]) for name in averages[0])
+
+
+@tiers
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SGD])
+def test_gradients_are_clipped_and_optimizers_call_back(
+    manage: Manage, tier: str, kind: type[torch.optim.Optimizer]
+) -> None:
+    plain, model = stack(), stack()
+    manage(model, tier=tier, trainable=tier)
+    for each in (plain, model):
+        optimizer = kind(each.parameters(), lr=LEARNING_RATE)
+
+        def closure(each: nn.Module = each, optimizer: Any = optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = each(input_of(0)).square().mean()
+            loss.backward()
+            nn.utils.clip_grad_norm_(each.parameters(), 0.1)
+            return loss
+
+        for _ in range(2):
+            optimizer.step(closure)
+    assert_equal(infer(model), infer(plain))
