@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from nvmeswap import OffloadManager
@@ -16,6 +17,15 @@ from tests.offload.blocks import Blocks, Managed
 from tests.offload.runs import twins
 
 Manage = Callable[..., OffloadManager]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Such small models only wait for a second one."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(count)
 
 
 @pytest.fixture

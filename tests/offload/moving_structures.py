@@ -117,7 +117,7 @@ class OneBufferInTwoModules(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
-            x = block(x) * block.table
+            x = block(x) * block.table.clone()
             block.table.mul_(1.01)
         return x
 

@@ -1,4 +1,4 @@
-"""Runs of a model that leave all their numbers behind, to compare a managed one with a plain one."""
+"""Runs of a model that leave all their numbers behind, to compare managed and plain ones."""
 
 from __future__ import annotations
 
