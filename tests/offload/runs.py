@@ -129,7 +129,8 @@ def infer(model: nn.Module, forward: Forward = call, *, calls: int = 2) -> Run:
 def assert_equal(ours: Run, reference: Run) -> None:
     """Bitwise, of everything that the two left."""
     assert list(ours.weights) == list(reference.weights)
-    assert first_difference(ours, reference) is None
+    difference = first_difference(ours, reference)
+    assert difference is None, difference
 
 
 def twins(build: Callable[[], nn.Module], seed: int = 0) -> tuple[nn.Module, nn.Module]:

@@ -102,7 +102,7 @@ def test_five_steps_equal_those_of_the_unmanaged_model(
     ours = train(model, steps=5, accumulation=accumulation)
     assert_equal(ours, plain_run(kind, checkpointing, accumulation))
     assert manager.stats().resident_unit_count == 0
-    assert manager.stats().load_count > 0
+    assert manager.stats().bring_count > 0
 
 
 @pytest.mark.parametrize(
@@ -168,22 +168,27 @@ def test_optimizer_may_be_made_before_or_after(manage: Manage, tier: str, when: 
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        (torch.optim.AdamW, {"lr": LEARNING_RATE, "fused": True}),
+        (torch.optim.SGD, {"lr": LEARNING_RATE, "momentum": 0.9}),
+    ],
+)
 @pytest.mark.parametrize("trainable", ["cpu", "nvme"])
 def test_states_on_nvme_change_no_number(
-    manage: Manage, tmp_path: Path, kind: type[torch.optim.Optimizer], trainable: str
+    manage: Manage, tmp_path: Path, kind: type[torch.optim.Optimizer], options: dict[str, Any],
+    trainable: str,
 ) -> None:
-    options: dict[str, Any] = {"lr": LEARNING_RATE}
-    if kind is torch.optim.SGD:
-        options["momentum"] = 0.9
     plain, model = build("full", "none"), build("full", "none")
     manager = manage(model, tier="nvme", path=tmp_path, trainable=trainable)
-    ours = train(model, accumulation=2, optimizer=manager.optimizer(kind, **options))
+    own = {name: value for name, value in options.items() if name != "fused"}
+    ours = train(model, accumulation=2, optimizer=manager.optimizer(kind, **own))
     reference = train(plain, accumulation=2, optimizer=kind(plain.parameters(), **options))
     assert_equal(ours, reference)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
 def test_models_of_other_dtypes_equal(manage: Manage, tier: str, dtype: torch.dtype) -> None:
     plain, model = (build("full", "none").to(dtype) for _ in range(2))

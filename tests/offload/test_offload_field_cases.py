@@ -118,10 +118,10 @@ def test_unit_holds_its_subtree_once(manage: Manage) -> None:
     (ours,) = (each for each in manager.units if each.name == "0")
     assert sorted(ours.names) == sorted(f"0.{name}" for name, _ in unit.named_parameters())
     assert nbytes <= ours.nbytes <= nbytes + 256 * len(ours.names)
-    before = manager.stats().h2d_nbytes
+    before = manager.stats().in_nbytes
     with torch.no_grad():
         unit(input_of(0))
-    assert manager.stats().h2d_nbytes - before == ours.nbytes
+    assert manager.stats().in_nbytes - before == ours.nbytes
 
 
 @tiers
@@ -502,7 +502,7 @@ def test_unified_memory_needs_no_second_copy_in_ram(manage: Manage, tier: str) -
     plain, model = stack(), stack()
     manager = manage(model, tier=tier, trainable=tier, unified_memory=True)
     assert_equal(train(model), train(plain))
-    assert (manager.stats().load_count == 0) == (tier == "cpu")
+    assert (manager.stats().bring_count == 0) == (tier == "cpu")
     manager.release()
     assert_equal(infer(model), infer(plain))
     manager.close()
