@@ -116,7 +116,7 @@ def measure_first_write(report: Report, folder: Path, nbytes: int) -> None:
             watch = Stopwatch()
             store.reserve("tensors.swp", nbytes)
             samples["reserve"] = watch.usage(nbytes)
-            store.allocate("tensors.swp", "all", spec)
+            store.allocate_many("tensors.swp", {"all": spec})
             for name in ("first", "again"):
                 watch = Stopwatch()
                 store.write("all", memory.tensor, lane=Lane.WRITEBACK).wait()

@@ -1,14 +1,19 @@
 """nvmeswap: training state that does not fit in memory lives on NVMe.
 
 Doors: `TensorSwapper` (any tensor, by name), `SwappedOptimizer` (any elementwise torch optimizer
-with its state on NVMe; `SwappedAdamW` is AdamW) and `nvmeswap.zero3.shard` (ZeRO-3 with parameters
-and optimizer state on NVMe).
+with its state on NVMe; `SwappedAdamW` is AdamW), `OffloadManager` (any module on one device, its
+layers in host memory or on NVMe until they are used) and `nvmeswap.zero3.shard` (ZeRO-3 with
+parameters and optimizer state on NVMe).
 """
 
 from nvmeswap.errors import SwapError
+from nvmeswap.offload.manager import OffloadManager
 from nvmeswap.swap.adamw import SwappedAdamW
 from nvmeswap.swap.overlap import OverlapSettings
 from nvmeswap.swap.swapped import SwappedOptimizer
 from nvmeswap.swap.tensors import TensorSwapper
 
-__all__ = ["OverlapSettings", "SwapError", "SwappedAdamW", "SwappedOptimizer", "TensorSwapper"]
+__all__ = [
+    "OffloadManager", "OverlapSettings", "SwapError", "SwappedAdamW", "SwappedOptimizer",
+    "TensorSwapper",
+]

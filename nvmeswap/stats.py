@@ -118,3 +118,25 @@ class PlacementStats:
     device: TierStats
     host: TierStats
     nvme: TierStats
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadStats:
+    """Module offload. Resident: units on the device now, and at most at a time, without trained
+    parameters and buffers that always are. `in_nbytes` were copied to the device, `out_nbytes` back
+    (gradients, buffers, edits). Of `bring_count` copies of units to the device `prefetch_count`
+    were started before their use; `late_count` uses had to wait for the drive, `stall_s` in all.
+    `host_nbytes`: memory taken for homes, slots and gradients."""
+
+    unit_count: int
+    resident_nbytes: int
+    peak_resident_nbytes: int
+    resident_unit_count: int
+    peak_resident_unit_count: int
+    in_nbytes: int
+    out_nbytes: int
+    bring_count: int
+    prefetch_count: int
+    late_count: int
+    stall_s: float
+    host_nbytes: int

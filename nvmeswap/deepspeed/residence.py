@@ -92,7 +92,8 @@ class Residence:
         partition.is_saved = False
         if not partition.is_on_drive:
             shape = (partition.numel,)
-            self._store.allocate(_FILE, partition.key, TensorSpec(partition.dtype, shape, (1,)))
+            spec = TensorSpec(partition.dtype, shape, (1,))
+            self._store.allocate_many(_FILE, {partition.key: spec})
             partition.is_on_drive = True
         request = self._store.write(partition.key, partition.view(), lane=Lane.WRITEBACK)
         partition.write = request

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import enum
 import errno
+import mmap
 import re
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -131,16 +132,11 @@ class Store:
                 file.remove()
                 raise
 
-    def allocate(self, name: str, key: str, spec: TensorSpec) -> None:
-        """As `allocate_many`, one key."""
-        self.allocate_many(name, {key: spec})
-
     def allocate_many(self, name: str, specs: Mapping[str, TensorSpec]) -> list[int]:
         """Adds keys to the file `name`, which is made or grown where needed; freed space is used
-        first, and in fresh space the keys are neighbours in this order. Raises SwapSpaceError,
-        SwapWriteError, SwapPathError with everything as it was. The manifest on disk follows when
-        the file grows: rewriting it for each key would cost more than moving a small tensor.
-        Returns where in the file each key lies."""
+        first, and in fresh space the keys are neighbours in this order. Returns where each lies.
+        Raises SwapSpaceError, SwapWriteError, SwapPathError with everything as it was. The manifest
+        on disk follows when the file grows: a rewrite costs more than moving a small tensor."""
         with self._lock():
             self._check_open()
             taken = specs.keys() & self._manifest.entries.keys()
@@ -191,13 +187,17 @@ class Store:
 
     def spec(self, key: str) -> TensorSpec:
         """What is stored under the key. Raises SwapUsageError, naming the nearest known key."""
-        with self._lock():
-            return self._entry(key).spec
+        return self._entry(key).spec
 
     def path(self, key: str) -> Path:
         """The file that holds the key. Raises SwapUsageError for an unknown one."""
+        return self.folder / self._entry(key).file
+
+    def mapped(self, key: str) -> tuple[mmap.mmap, int]:
+        """`SwapFile.map` of the key's file, and where in it the key begins."""
         with self._lock():
-            return self.folder / self._entry(key).file
+            entry = self._entry(key)
+            return self._files[entry.file].map(), entry.extent.offset_bytes
 
     # --- bytes -----------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import mmap
 import os
 import shutil
 from collections.abc import Sequence
@@ -56,6 +57,7 @@ class SwapFile:
         self.extents = ExtentAllocator(alignment_nbytes)
         self._stripes = Stripes(tuple(drive.weight for drive in probe.drives))
         self._parts: list[_Part] = []
+        self._mapping: mmap.mmap | None = None
         self._engine = engine
         try:
             for drive in probe.drives:
@@ -108,6 +110,15 @@ class SwapFile:
             self._shrink_to(nbytes_before)
             raise
         return nbytes - nbytes_before
+
+    def map(self) -> mmap.mmap:
+        """The whole file as memory, shared with it: reading a page brings it to the page cache, and
+        the kernel keeps that in step with direct transfers. For a file on one drive. It outlives
+        `close` and `remove`; a failing drive kills who touches it (SIGBUS)."""
+        assert len(self._parts) == 1, "a striped file is no single mapping"
+        if self._mapping is None or len(self._mapping) < self.nbytes:
+            self._mapping = mmap.mmap(self._parts[0].fileno(), self.nbytes)
+        return self._mapping
 
     def close(self) -> None:
         """Closes it in the engine. The file stays; removing it is the owner's."""
@@ -190,6 +201,9 @@ class _Part:
         with contextlib.suppress(OSError):
             os.ftruncate(self._fd, nbytes)
             self.nbytes = nbytes
+
+    def fileno(self) -> int:
+        return self._fd
 
     def close(self) -> None:
         if self._fd >= 0:

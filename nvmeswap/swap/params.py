@@ -184,6 +184,23 @@ class PartitionedParamSwapper:
             self._read_ahead()
             return values
 
+    def is_ready(self, key: str) -> bool:
+        """True if `fetch` would not wait for the disk now. Does not block."""
+        with self._lock:
+            shard = self._shard(key)
+            if shard.ram is not None or shard.state is ShardState.CLEAN:
+                return True
+            return shard.state is ShardState.READING and shard.requests[0].done()
+
+    def expect(self, keys: Sequence[str]) -> None:
+        """These are the next uses, whatever was recorded; starts to read ahead."""
+        with self._lock:
+            self._plan.expect(keys)
+            self._read_ahead()
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._shards
+
     def _take_back(self) -> None:
         """Whoever it was lent to has used it."""
         shard, self._lent = self._lent, None
@@ -251,7 +268,8 @@ class PartitionedParamSwapper:
                 shard.ram[start:stop].copy_(values)
                 return []
             if shard.state is ShardState.READING:
-                shard.finish_reading()
+                with contextlib.suppress(SwapIOError):  # what was read ahead is of no use now
+                    shard.finish_reading()
             if shard.state is ShardState.CLEAN:
                 shard.wait_for_copies()
                 shard.values[start:stop].copy_(values)

@@ -7,7 +7,8 @@ evict, and read what they need whatever the plan says.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 _LONGEST_STEP = 1 << 16  # arbitrary: far above the uses of one step
 
@@ -40,11 +41,29 @@ class Plan:
     def end_step(self) -> None:
         """What was recorded becomes the plan; the position is its start."""
         if self._recording:
-            self._order, self._recording = self._recording, []
-            self._places = {}
-            for place, key in enumerate(self._order):
-                self._places.setdefault(key, []).append(place)
+            self.expect(self._recording)
         self._position = 0
+
+    def expect(self, order: Sequence[str]) -> None:
+        """Make this the plan, from its start; recording begins anew."""
+        self._order, self._recording = list(order), []
+        self._position = 0
+        self._places = {}
+        for place, key in enumerate(self._order):
+            self._places.setdefault(key, []).append(place)
+
+    def rewind(self) -> None:
+        """The next use is at the start of the plan again; what is being recorded goes on."""
+        self._position = 0
+
+    @property
+    def order(self) -> Sequence[str]:
+        """The whole plan."""
+        return self._order
+
+    def rest(self) -> Iterator[str]:
+        """The keys from the position on, in order of use, and no further than the step's end."""
+        return islice(self._order, self._position, None)
 
     def upcoming(self) -> Iterator[str]:
         """The keys from the position on, in order of use, then the next step's; one round."""

@@ -55,7 +55,7 @@ class SwappedOptimizer(StatefulOptimizer):
     halves the states and is NOT exact; `update_thread_count`, of torch's threads for the update
     (pieces that fit a cache gain nothing from more);
     `overlap`, updates during backward; `pin_memory`, page-lock the memory; `swap` and `aio`, as in
-    the JSON.
+    the JSON; `home`, for plugs: where the parameters are, if not in memory.
     Raises: SwapPathError, SwapBudgetError, SwapSpaceError on construction, SwapUsageError for an
     optimizer that can't be served; SwapReadError or SwapWriteError in `step`, which can be called
     again and goes on where it stopped.
@@ -82,12 +82,13 @@ class SwappedOptimizer(StatefulOptimizer):
         pin_memory: bool = True,
         swap: SwapBlock | None = None,
         aio: AioConfig | None = None,
+        home: ParameterHome | None = None,
         **options: Any,
     ) -> None:
         sizing = Sizing(
             nvme_path, sub_group_size, buffer_count, ratio, pin_memory, update_thread_count
         )
-        self._begin(optimizer_class, params, ResidentHome(), options, state_dtype)
+        self._begin(optimizer_class, params, home or ResidentHome(), options, state_dtype)
         items = self.items()
         swap = swap or SwapBlock()
         numel = sizing.sub_group_numel(items, swap.host_memory_nbytes)

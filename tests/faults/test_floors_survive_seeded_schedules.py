@@ -144,7 +144,7 @@ class Shelf:
         """The key with another size, nothing written to it."""
         if key in self.sizes:
             self.patiently(lambda: self.store.free(key))
-        self.store.allocate("params.swp", key, TensorSpec(torch.uint8, (nbytes,), (1,)))
+        self.store.allocate_many("params.swp", {key: TensorSpec(torch.uint8, (nbytes,), (1,))})
         self.sizes[key] = nbytes
         self.expected[key] = None if nbytes else torch.empty(0, dtype=torch.uint8)
 

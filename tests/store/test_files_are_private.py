@@ -66,7 +66,7 @@ def test_everything_that_a_run_makes_is_for_its_user_alone(workshop: Any, nvme_p
     """Weights in a shared folder can be copied by whoever has an account on the machine."""
     store = workshop.store(nvme_path)
     store.create_file("params.swp", {"weight": flat(MiB)})
-    store.allocate("tensors.swp", "tensor", flat(100 * MiB))  # grows
+    store.allocate_many("tensors.swp", {"tensor": flat(100 * MiB)})  # grows
     assert modes_below(nvme_path) == {
         "nvmeswap": "drwx------",
         "nvmeswap/.lock": "-rw-------",
@@ -218,10 +218,10 @@ def test_swap_file_exchanged_for_a_link_does_not_grow_through_it(
 ) -> None:
     """Growing by name would take its space in the file behind the link."""
     store = workshop.store(nvme_path)
-    store.allocate("tensors.swp", "small", flat(4096))
+    store.allocate_many("tensors.swp", {"small": flat(4096)})
     (store.folder / "tensors.swp").unlink()
     (store.folder / "tensors.swp").symlink_to(precious)
-    store.allocate("tensors.swp", "large", flat(100 * MiB))  # in the file that was opened
+    store.allocate_many("tensors.swp", {"large": flat(100 * MiB)})  # in the file that was opened
     assert precious.read_text() == "precious"
 
 

@@ -97,8 +97,8 @@ def test_each_drive_holds_its_share_and_no_more(
         (path,) = swap_files(folder)
         assert path.stat().st_size == 10 * weight * MIB
         assert path.stat().st_blocks * 512 >= 10 * weight * MIB
-    store.allocate("tensors.swp", "small", spec_of(100))
-    store.allocate("tensors.swp", "large", spec_of(70 * MIB))
+    store.allocate_many("tensors.swp", {"small": spec_of(100)})
+    store.allocate_many("tensors.swp", {"large": spec_of(70 * MIB)})
     source, copy = torch.ones(70 * MIB, dtype=torch.uint8), torch.zeros(70 * MIB, dtype=torch.uint8)
     store.write("large", source, lane=Lane.WRITEBACK).wait()
     store.read("large", copy, lane=Lane.DEMAND).wait()
@@ -149,10 +149,10 @@ def test_full_drive_is_named_and_no_drive_keeps_anything(
     assert error.got_nbytes is not None and error.got_nbytes <= 4 * MIB
     assert swap_files(tmp_path) == []
     # Growing fails in the same way, and leaves the file as it was.
-    store.allocate("tensors.swp", "fits", spec_of(2 * MIB))
+    store.allocate_many("tensors.swp", {"fits": spec_of(2 * MIB)})
     before = [path.stat().st_size for path in swap_files(tmp_path)]
     with pytest.raises(SwapSpaceError):
-        store.allocate("tensors.swp", "does not", spec_of(32 * MIB))
+        store.allocate_many("tensors.swp", {"does not": spec_of(32 * MIB)})
     assert [path.stat().st_size for path in swap_files(tmp_path)] == before
 
 

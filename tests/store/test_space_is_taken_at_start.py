@@ -64,7 +64,7 @@ def test_tensors_allocated_until_the_disk_is_full_stay_good(
     stored = []
     with pytest.raises(SwapSpaceError):
         for index in range(100):
-            store.allocate("tensors.swp", str(index), flat(MIB))
+            store.allocate_many("tensors.swp", {str(index): flat(MIB)})
             memory = torch.full((MIB,), index, dtype=torch.uint8)
             store.write(str(index), memory, lane=Lane.WRITEBACK).wait()
             stored.append(index)
@@ -74,7 +74,7 @@ def test_tensors_allocated_until_the_disk_is_full_stay_good(
         store.read(str(index), memory, lane=Lane.DEMAND).wait()
         assert bool((memory == index).all())
     store.free("0")
-    store.allocate("tensors.swp", "again", flat(MIB))
+    store.allocate_many("tensors.swp", {"again": flat(MIB)})
 
 
 def test_file_when_the_filesystem_cannot_preallocate_works(

@@ -258,7 +258,7 @@ def test_tensors_allocated_one_by_one_come_back_and_freed_space_is_used_again(
     sources = [values(1 << 20, seed=index) for index in range(3)]
     for step in range(30):
         for index, source in enumerate(sources):
-            store.allocate("tensors.swp", f"{step}.{index}", flat(1 << 20))
+            store.allocate_many("tensors.swp", {f"{step}.{index}": flat(1 << 20)})
             put(store, f"{step}.{index}", source)
         for index, source in enumerate(sources):
             assert torch.equal(get(store, f"{step}.{index}", 1 << 20), source)
@@ -271,10 +271,10 @@ def test_tensors_allocated_one_by_one_come_back_and_freed_space_is_used_again(
 def test_key_when_freed_with_a_write_in_flight_waits_for_it(workshop: Any, tmp_path: Path) -> None:
     """The late write would land in the next tensor's place."""
     store = workshop.store(tmp_path, fault_script="write 1 delay 100")
-    store.allocate("tensors.swp", "old", flat(4096))
+    store.allocate_many("tensors.swp", {"old": flat(4096)})
     store.write("old", values(4096, seed=1), lane=Lane.WRITEBACK)
     store.free("old")
-    store.allocate("tensors.swp", "new", flat(4096))
+    store.allocate_many("tensors.swp", {"new": flat(4096)})
     put(store, "new", values(4096, seed=2))
     assert torch.equal(get(store, "new", 4096), values(4096, seed=2))
 

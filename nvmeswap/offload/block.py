@@ -1,0 +1,256 @@
+"""A block of tensors on the device: brought by one copy, released by freeing its storage.
+
+Facts (torch 2.11 and 2.13). The storage stays the same object all the time: `resize_(0)` frees its
+memory and `resize_(nbytes)` takes new, so that views which autograd saved (`weight.t()`) are right
+again when the bytes are back. `parameter.data` is set without counting as a change of the
+parameter. CUDA's allocator hands freed memory out again in the order of the stream that it was
+taken on, so copies on another stream must wait for that one first, and it for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from nvmeswap.errors import SwapUsageError
+from nvmeswap.offload.homes import BlockHome
+from nvmeswap.offload.layout import BlockLayout, Place, give_data
+from nvmeswap.offload.units import Member
+
+# Buffers are compared by their version; but torch's own layers change some without counting, in
+# training. Smaller ones are copied back after every use.
+_ALWAYS_COPIED_BACK_NBYTES = 1 << 20
+
+
+@dataclass(eq=False, slots=True)
+class ManagedTensor:
+    """A member of a unit. `on_device` and `at_home` are what its `data` is in turns; `version` is
+    that of its tensor when it last was in step with its home."""
+
+    member: Member
+    place: Place
+    on_device: torch.Tensor
+    at_home: torch.Tensor
+    version: int = 0
+    is_on_device: bool = False
+    is_unset: bool = False  # it was on the meta device, and got no values yet
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return self.member.tensor
+
+    def show_device(self) -> None:
+        """Its data is the device's from now on."""
+        self.tensor.data = self.on_device
+        self.is_on_device = True
+
+    def take_home(self) -> None:
+        """The first time that it shows its home."""
+        give_data(self.tensor, self.at_home)
+        self.version = self.tensor._version
+
+    def show_home(self) -> None:
+        """Its data is the home's from now on."""
+        self.tensor.data = self.at_home
+        self.is_on_device = False
+
+    @property
+    def was_changed(self) -> bool:
+        """Whether somebody wrote to it, or gave it other data, since it was in step."""
+        shown = self.on_device if self.is_on_device else self.at_home
+        tensor = self.tensor
+        return tensor._version != self.version or tensor.data_ptr() != shown.data_ptr()
+
+    def may_have_changed_unseen(self) -> bool:
+        """True of buffers that layers change without counting."""
+        if not self.member.is_buffer:
+            return False
+        if self.place.span_nbytes <= _ALWAYS_COPIED_BACK_NBYTES:
+            return True
+        return any(module.training for module, _ in self.member.places)
+
+    def in_step(self) -> None:
+        """What it shows and its home have the same values now."""
+        self.is_unset = False
+        self.version = self.tensor._version
+        if self.was_changed:  # it was given other data
+            self.tensor.data = self.on_device if self.is_on_device else self.at_home
+
+    def refuse_conversion(self) -> None:
+        """Raise SwapUsageError if it was given data of another kind."""
+        tensor = self.tensor
+        if tensor.dtype is not self.place.dtype or tensor.shape != self.place.shape:
+            raise SwapUsageError(
+                f"{self.member.name} was {self.place.dtype} {tuple(self.place.shape)} when the "
+                f"model was offloaded, and is {tensor.dtype} {tuple(tensor.shape)} now",
+                fix="close() the manager, convert the model, and offload it again",
+            )
+
+
+class Block:
+    """Tensors that are brought and released together, and their home."""
+
+    def __init__(
+        self, name: str, layout: BlockLayout, members: list[Member], home: BlockHome,
+        device: torch.device,
+    ) -> None:
+        self.name = name
+        self.nbytes = layout.nbytes
+        self.home = home
+        self.storage = torch.UntypedStorage(self.nbytes, device=device)
+        self.bytes = _all_of(self.storage)
+        self.tensors: list[ManagedTensor] = []
+        stand_ins: dict[object, torch.UntypedStorage] = {}
+        for member, place in zip(members, layout.places, strict=True):
+            segment = place.segment
+            if segment not in stand_ins:
+                stand_ins[segment] = home.stand_in(segment)
+            at_home = place.in_segment(stand_ins[segment])
+            on_device = place.in_block(self.storage, device)
+            self.tensors.append(ManagedTensor(member, place, on_device, at_home))
+        self.storage.resize_(0)
+        self.is_here = False
+        self.taken_on: torch.cuda.Stream | None = None  # while on a GPU: where its memory is from
+        self.arrived: torch.cuda.Event | None = None
+        self.sent: torch.cuda.Event | None = None  # the last copy back to its home
+
+
+def _all_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Its bytes, as a tensor with a version of its own: what is copied is no change."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
+        storage, 0, (storage.nbytes(),), (1,)
+    )
+
+
+class Mover:
+    """Copies blocks between their homes and one device. On a GPU copies run on streams of their own
+    and nothing waits on the host but `settle`; on the CPU they are done on return.
+
+    Counters are bytes since the start. Threads: the manager's lock guards it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.in_nbytes = self.out_nbytes = 0
+        self.on_gpu = device.type == "cuda"
+        self._in_stream = torch.cuda.Stream(device) if self.on_gpu else None
+        self._out_stream = torch.cuda.Stream(device) if self.on_gpu else None
+
+    def bring(self, block: Block) -> None:
+        """Take memory for the block and start to copy it; waits for the drive where it must."""
+        with torch.no_grad(), _normal_mode():
+            block.storage.resize_(block.nbytes)
+            block.is_here = True
+            try:
+                self._copy_in(block)
+            except BaseException:
+                self.drop(block)
+                raise
+        self.in_nbytes += block.nbytes
+
+    def _copy_in(self, block: Block) -> None:
+        if self._in_stream is None:
+            block.home.copy_to(block.bytes)
+            return
+        block.taken_on = torch.cuda.current_stream(self.device)
+        # Work that still uses this memory, if it was freed before, is on the stream already.
+        self._in_stream.wait_stream(block.taken_on)
+        if block.sent is not None:
+            self._in_stream.wait_event(block.sent)
+        with torch.cuda.stream(self._in_stream):
+            block.home.copy_to(block.bytes)
+            block.arrived = self._in_stream.record_event()
+
+    def await_arrival(self, block: Block) -> None:
+        """The current stream goes on when the block is there."""
+        if block.arrived is not None:
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(block.arrived)
+            if stream != block.taken_on:
+                block.bytes.record_stream(stream)
+
+    def drop(self, block: Block) -> None:
+        """Free the block's memory, as soon as what is queued has used it."""
+        if block.taken_on is not None:
+            for event in (block.arrived, block.sent):
+                if event is not None:
+                    block.taken_on.wait_event(event)
+        block.storage.resize_(0)
+        block.is_here = False
+        block.taken_on = block.arrived = None
+
+    def refresh(self, block: Block) -> None:
+        """Copy a block that is here once more: its home has changed."""
+        with torch.no_grad(), _normal_mode():
+            self._copy_in(block)
+        self.in_nbytes += block.nbytes
+
+    def send_back(self, block: Block, managed: ManagedTensor) -> None:
+        """Make what a tensor shows the value of its home; on a GPU the home has it after `settle`,
+        except for NVMe, which is waited for. Raises SwapWriteError and its kin."""
+        managed.refuse_conversion()
+        with torch.no_grad(), _normal_mode():
+            self._send(block, managed)
+        managed.in_step()
+
+    def _send(self, block: Block, managed: ManagedTensor) -> None:
+        shown, place = managed.tensor.data, managed.place
+        if shown.data_ptr() == managed.at_home.data_ptr() and block.home.is_in_memory:
+            return
+        self.out_nbytes += place.span_nbytes
+        if shown.stride() != place.stride:  # it was given other data
+            shown = torch.empty_strided(
+                place.shape, place.stride, dtype=place.dtype, device=shown.device
+            ).copy_(shown)
+        if managed.is_on_device and managed.tensor.data_ptr() != managed.on_device.data_ptr():
+            span_of(managed.on_device, place).copy_(span_of(shown, place))
+        if not block.home.is_in_memory:
+            # The drive reads and writes while pages of a mapped stand-in must not be its source.
+            values = span_of(shown, place).to("cpu", copy=True)
+            for request in block.home.write(place.begin_bytes, values):
+                request.wait()
+        elif self._out_stream is None or not shown.is_cuda:
+            span_of(managed.at_home, place).copy_(span_of(shown, place))
+        else:
+            with self.behind_current_stream() as stream:
+                span_of(managed.at_home, place).copy_(span_of(shown, place), non_blocking=True)
+                shown.record_stream(stream)
+                block.sent = stream.record_event()
+
+    @contextlib.contextmanager
+    def behind_current_stream(self) -> Iterator[torch.cuda.Stream]:
+        """On a GPU: the stream for copies to the host, behind what the current one has queued."""
+        assert self._out_stream is not None
+        self._out_stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._out_stream):
+            yield self._out_stream
+
+    def await_copies(self, blocks: Iterable[Block]) -> None:
+        """Wait until the copies of these are over."""
+        for block in blocks:
+            for event in (block.arrived, block.sent):
+                if event is not None:
+                    event.synchronize()
+
+    def settle(self) -> None:
+        """Wait until no copy reads or writes host memory: it is the user's again."""
+        if self._in_stream is not None and self._out_stream is not None:
+            self._in_stream.synchronize()
+            self._out_stream.synchronize()
+
+
+@contextlib.contextmanager
+def _normal_mode() -> Iterator[None]:
+    with torch.inference_mode(False):
+        yield
+
+
+def span_of(tensor: torch.Tensor, place: Place) -> torch.Tensor:
+    """Its bytes from the first element to the last, flat; gaps between elements are in it."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
+        tensor.untyped_storage(), tensor.storage_offset() * place.dtype.itemsize,
+        (place.span_nbytes,), (1,),
+    )

@@ -1,0 +1,177 @@
+"""Gradients leave the device as backward makes them, and are added up in host memory.
+
+Facts (torch 2.11 and 2.13). A hook on a parameter runs before its gradient is added to `grad`, one
+after accumulation once it was. Setting `parameter.data` to memory of another device makes autograd
+forget the node that accumulates: a parameter whose unit came twice in one pass gets its gradient in
+two parts, where torch adds them up first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from nvmeswap.memory.arena import Arena
+from nvmeswap.offload.block import ManagedTensor, Mover
+from nvmeswap.offload.layout import own_storage
+from nvmeswap.offload.saved import current_task
+
+
+@dataclass(eq=False, slots=True)
+class _Record:
+    """A trained parameter. `held`: the sum of earlier passes; `part`: of this one, which is `task`;
+    `memories`, page-locked: for gradients from a GPU."""
+
+    managed: ManagedTensor
+    memories: list[torch.Tensor] = field(default_factory=list)
+    held: torch.Tensor | None = None
+    part: torch.Tensor | None = None
+    task: int | None = None
+    handles: list[Any] = field(default_factory=list)
+
+
+class GradientTraffic:
+    """Watches trained parameters that are not on the device between uses.
+
+    Threads: the manager's lock, `lock`, guards it. Ownership: a gradient in host memory is the
+    user's; its memory is used again once nobody shows it.
+    """
+
+    def __init__(self, mover: Mover, *, pin_memory: bool, lock: threading.RLock) -> None:
+        self._mover = mover
+        self._pin_memory = pin_memory
+        self._lock = lock
+        self._records: dict[int, _Record] = {}
+        self._touched: dict[int, _Record] = {}  # since the last `finish`
+        self._on_their_way: deque[tuple[torch.cuda.Event, _Record]] = deque()
+        self._arenas: list[Arena] = []
+
+    def watch(self, trained: list[ManagedTensor]) -> None:
+        """From now on their gradients leave the device."""
+        for managed in trained:
+            record = _Record(managed)
+            tensor = managed.tensor
+            record.handles = [
+                tensor.register_hook(partial(self._comes, record)),
+                tensor.register_post_accumulate_grad_hook(partial(self._came, record)),
+            ]
+            self._records[id(tensor)] = record
+        if self._mover.on_gpu and self._pin_memory:
+            self._take_memory()
+
+    @property
+    def host_nbytes(self) -> int:
+        """Of page-locked memory for gradients."""
+        return sum(arena.nbytes for arena in self._arenas)
+
+    def _take_memory(self) -> None:
+        """Room for one more gradient of each."""
+        sizes = [record.managed.place.span_nbytes + 255 & ~255 for record in self._records.values()]
+        arena = Arena(sum(sizes), pin_memory=True)
+        self._arenas.append(arena)
+        begin = 0
+        for record, nbytes in zip(self._records.values(), sizes, strict=True):
+            place = record.managed.place
+            memory = own_storage(arena.memory[begin : begin + place.span_nbytes])
+            record.memories.append(
+                torch.empty(0, dtype=place.dtype, device="cpu").set_(
+                    memory, 0, place.shape, place.stride
+                )
+            )
+            begin += nbytes
+
+    # --- in backward ------------------------------------------------------------------------------
+
+    def _comes(self, record: _Record, gradient: torch.Tensor) -> None:
+        """Before it is accumulated: what is held must not be on another device."""
+        with self._lock:
+            tensor = record.managed.tensor
+            self._touched[id(tensor)] = record
+            if tensor.grad is not None:
+                record.held = tensor.grad
+                tensor.grad = None
+
+    def _came(self, record: _Record, tensor: torch.Tensor) -> None:
+        with self._lock:
+            gradient = tensor.grad
+            if gradient is None:
+                return
+            tensor.grad = None
+            task = current_task()
+            if record.part is not None and record.task != task:
+                self._add_up(record)
+            record.task = task
+            if record.part is None:
+                record.part = self._to_host(record, gradient)
+            else:
+                self._arrive(record)
+                record.part = record.part + gradient.to("cpu")
+
+    def _to_host(self, record: _Record, gradient: torch.Tensor) -> torch.Tensor:
+        if not gradient.is_cuda:
+            return gradient
+        if record.held is not None and len(self._arenas) == 1:
+            self._take_memory()  # gradients are accumulated
+        free = [memory for memory in record.memories if _is_free(memory)]
+        if not free or gradient.stride() != free[0].stride():
+            self._mover.out_nbytes += gradient.nbytes
+            return gradient.to("cpu")
+        host = free[0].detach()
+        with self._mover.behind_current_stream() as stream:
+            host.copy_(gradient, non_blocking=True)
+            gradient.record_stream(stream)
+            self._on_their_way.append((stream.record_event(), record))
+        self._mover.out_nbytes += host.nbytes
+        return host
+
+    def _arrive(self, record: _Record) -> None:
+        """Wait for the copies of this one, and of those before."""
+        while any(each is record for _, each in self._on_their_way):
+            event, _ = self._on_their_way.popleft()
+            event.synchronize()
+
+    def _add_up(self, record: _Record) -> None:
+        """The part of a pass is whole: add it to what is held."""
+        part, record.part = record.part, None
+        if part is None:
+            return
+        self._arrive(record)
+        if record.held is None:
+            record.held = part
+        else:
+            with torch.no_grad():
+                record.held.add_(part)
+
+    def finish(self) -> None:
+        """Backward is over and parameters show their homes: `grad` has what came. Waits for copies
+        under way."""
+        with self._lock:
+            touched, self._touched = self._touched, {}
+            for record in touched.values():
+                self._add_up(record)
+                tensor = record.managed.tensor
+                if record.held is not None and tensor.grad is None:
+                    tensor.grad = record.held
+                record.held = None
+
+    def close(self) -> None:
+        """Watch nothing any more."""
+        self.finish()
+        for record in self._records.values():
+            for handle in record.handles:
+                handle.remove()
+        self._records.clear()
+        for arena in self._arenas:
+            arena.close()
+        self._arenas.clear()
+
+
+def _is_free(memory: torch.Tensor) -> bool:
+    """Whether nobody but its record shows this memory."""
+    count: int = torch._C._storage_Use_Count(memory.untyped_storage()._cdata)
+    return count <= 2  # the tensor, and the object that asks

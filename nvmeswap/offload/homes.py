@@ -1,0 +1,233 @@
+"""Where a block's bytes are while it is not on the device: page-locked memory, or NVMe.
+
+Either way each tensor has a stand-in in host memory with its real shape, strides and values, which
+is what `parameter.data` shows meanwhile: a view of the memory, or of the file, mapped. A mapped one
+takes no memory until somebody reads it; the manager itself never does, it reads the drive directly,
+with checksums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from nvmeswap.config import AioConfig, SwapBlock, check_folders
+from nvmeswap.errors import SwapChecksumError, SwapConfigError
+from nvmeswap.io.engine import Lane
+from nvmeswap.memory.budget import exact_slot_classes
+from nvmeswap.offload.layout import BlockLayout, Segment, own_storage
+from nvmeswap.store.store import StoreRequest
+from nvmeswap.swap.params import ParamPlacement, PartitionedParamSwapper
+from nvmeswap.swap.shard import ShardSpec
+from nvmeswap.swap.space import Placement, PoolRequest, SwapSpace, new_run_name
+
+# Places in an NVMe home begin at multiples of this, so that each can be written alone.
+NVME_ALIGNMENT_NBYTES = 4096
+_ANY_SIZE = 1 << 62
+
+
+class BlockHome(Protocol):
+    """The bytes of one block, at rest. Threads: the manager's lock guards it."""
+
+    @property
+    def is_in_memory(self) -> bool:
+        """True if it is the stand-ins that hold the bytes."""
+
+    @property
+    def is_ready(self) -> bool:
+        """True if `copy_to` would not wait for the drive."""
+
+    def copy_to(self, out: torch.Tensor) -> None:
+        """Fill `out` (uint8, the block's size, any device); on a GPU queued on the current stream.
+        Raises SwapReadError and its kin."""
+
+    def write(self, begin_bytes: int, values: torch.Tensor) -> list[StoreRequest]:
+        """Replace bytes (`values` uint8, host). They must stay unchanged until the requests that
+        are returned are done. Raises SwapWriteError and its kin."""
+
+    def read(self, begin_bytes: int, out: torch.Tensor) -> list[StoreRequest]:
+        """Fill `out` (uint8, host), complete when the returned requests are."""
+
+    def stand_in(self, segment: Segment) -> torch.UntypedStorage:
+        """A segment's bytes in host memory."""
+
+
+class RamHome:
+    """`memory`: uint8, host, the block's size; page-locked if it is to be copied at full speed."""
+
+    is_in_memory = True
+    is_ready = True
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+
+    def copy_to(self, out: torch.Tensor) -> None:
+        out.copy_(self.memory, non_blocking=True)
+
+    def write(self, begin_bytes: int, values: torch.Tensor) -> list[StoreRequest]:
+        self.memory[begin_bytes : begin_bytes + values.numel()].copy_(values)
+        return []
+
+    def read(self, begin_bytes: int, out: torch.Tensor) -> list[StoreRequest]:
+        out.copy_(self.memory[begin_bytes : begin_bytes + out.numel()])
+        return []
+
+    def stand_in(self, segment: Segment) -> torch.UntypedStorage:
+        begin = segment.offset_bytes
+        return own_storage(self.memory[begin : begin + segment.nbytes])
+
+
+class NvmeHome:
+    """A block in params.swp, through the parameter swapper."""
+
+    is_in_memory = False
+
+    def __init__(
+        self, key: str, layout: BlockLayout, swapper: PartitionedParamSwapper, space: SwapSpace
+    ) -> None:
+        assert space.store is not None
+        self.key = key
+        self._ends = {
+            each.segment.offset_bytes + each.segment.nbytes for each in layout.sources
+        }
+        self._swapper = swapper
+        self._mapping, self._offset_bytes = space.store.mapped(key)
+
+    @property
+    def is_ready(self) -> bool:
+        return self._swapper.is_ready(self.key)
+
+    def copy_to(self, out: torch.Tensor) -> None:
+        try:
+            self._swapper.fetch(self.key, out)
+        except SwapChecksumError as error:
+            raise SwapChecksumError(
+                f"the weights of {self.key} are not those that were written", path=error.path,
+                offset_bytes=error.offset_bytes, cause=str(error),
+                fix="weights on NVMe are edited with materialize(), copy_() or load_state_dict(): "
+                "a write through .data to one that is away is not noticed. If nobody did, the "
+                "drive is failing (see `dmesg`)",
+            ) from error
+
+    def write(self, begin_bytes: int, values: torch.Tensor) -> list[StoreRequest]:
+        # A direct write is of whole blocks of the drive.
+        before = begin_bytes % NVME_ALIGNMENT_NBYTES
+        end_bytes = begin_bytes + values.numel()
+        behind = -end_bytes % NVME_ALIGNMENT_NBYTES
+        if before or behind:
+            whole = values.new_zeros(before + values.numel() + behind)
+            if before or end_bytes not in self._ends:  # behind a segment is nothing
+                self._read_edges(begin_bytes - before, whole)
+            whole[before : before + values.numel()].copy_(values)
+            values = whole
+        return self._swapper.update(self.key, begin_bytes - before, values)
+
+    def _read_edges(self, begin_bytes: int, whole: torch.Tensor) -> None:
+        last = whole.numel() - NVME_ALIGNMENT_NBYTES
+        for offset in {0, last}:
+            edge = whole[offset : offset + NVME_ALIGNMENT_NBYTES]
+            for request in self.read(begin_bytes + offset, edge):
+                request.wait()
+
+    def read(self, begin_bytes: int, out: torch.Tensor) -> list[StoreRequest]:
+        return self._swapper.read_part(self.key, begin_bytes, out, Lane.DEMAND)
+
+    def stand_in(self, segment: Segment) -> torch.UntypedStorage:
+        if not segment.nbytes:
+            return torch.UntypedStorage(0)
+        return torch.frombuffer(
+            self._mapping, dtype=torch.uint8, count=segment.nbytes,
+            offset=self._offset_bytes + segment.offset_bytes,
+        ).untyped_storage()
+
+
+class Homes:
+    """Makes and keeps the homes of all blocks, and the memory, files and engine behind them.
+
+    Args: by block name `in_ram` sizes in bytes, `on_nvme` layouts; `buffer_count`, slots in host
+    memory a size class for what comes from NVMe; `max_in_cpu`, bytes of it that are kept there
+    between uses.
+    Raises: SwapBudgetError, SwapPathError, SwapSpaceError before anything of the model is touched.
+    Blocking: construction takes all memory and all space.
+    """
+
+    def __init__(
+        self,
+        *,
+        in_ram: Mapping[str, int],
+        on_nvme: Mapping[str, BlockLayout],
+        path: str | Path | None,
+        pin_memory: bool,
+        buffer_count: int,
+        max_in_cpu: int,
+        swap: SwapBlock,
+        aio: AioConfig,
+    ) -> None:
+        specs = [ShardSpec(name, each.nbytes, torch.uint8) for name, each in on_nvme.items()]
+        placement = ParamPlacement(True, 0, buffer_count, _ANY_SIZE, max_in_cpu)
+        pools = {
+            "weights in memory": PoolRequest(exact_slot_classes(in_ram.values()), shrinks=False),
+            "weights from NVMe": PoolRequest(placement.slot_classes(specs)),
+        }
+        folders = check_folders(path, key="path") if specs else ()
+        if len(folders) > 1:
+            raise SwapConfigError(
+                "module offload uses one drive", key="path",
+                fix="name one folder; a RAID 0 of several drives is one",
+            )
+        self.space = SwapSpace(
+            Placement(folders, new_run_name()), pools, swap=swap, aio=aio, pin_memory=pin_memory
+        )
+        try:
+            self.swapper = PartitionedParamSwapper(
+                specs, placement, store=self.space.store,
+                pool=self.space.pools["weights from NVMe"], timeout_s=self.space.timeout_s,
+            )
+            self._homes: dict[str, BlockHome] = {
+                name: NvmeHome(name, layout, self.swapper, self.space)
+                for name, layout in on_nvme.items()
+            }
+            pool = self.space.pools["weights in memory"]
+            for name, nbytes in in_ram.items():
+                if pool is None:
+                    memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+                elif nbytes:
+                    slot = pool.acquire(nbytes, holder=name, timeout_s=0)
+                    memory = slot.memory[:nbytes]
+                self._homes[name] = RamHome(memory[:nbytes])
+        except BaseException:
+            self.space.close()
+            raise
+
+    def home(self, block: str) -> BlockHome:
+        return self._homes[block]
+
+    def expect(self, order: Sequence[str]) -> None:
+        """The blocks that are going to be used, in this order: reads from NVMe run ahead by it."""
+        self.swapper.expect([name for name in order if name in self.swapper])
+
+    @property
+    def host_nbytes(self) -> int:
+        """Of memory taken: homes and slots."""
+        return 0 if self.space.arena is None else self.space.arena.nbytes
+
+    def close(self) -> None:
+        """Remove files and give the memory back; who holds a stand-in keeps what it shows."""
+        self.space.close()
+
+
+def kept_in_ram(sizes: Mapping[str, int]) -> set[str]:
+    """Of blocks for NVMe the smallest, as long as they are 1/256 of all bytes together: reading
+    those would cost a drive's latency each, and saves nothing."""
+    left_nbytes = sum(sizes.values()) >> 8
+    kept = set()
+    for name in sorted(sizes, key=lambda name: sizes[name]):
+        left_nbytes -= sizes[name]
+        if left_nbytes < 0:
+            break
+        kept.add(name)
+    return kept
+

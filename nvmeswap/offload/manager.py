@@ -1,0 +1,441 @@
+"""`OffloadManager`: any `nn.Module` on one device, its layers there only while they are used."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from nvmeswap.config import AioConfig, SwapBlock
+from nvmeswap.errors import SwapUsageError
+from nvmeswap.offload.block import Block, ManagedTensor, Mover
+from nvmeswap.offload.build import (
+    Settings,
+    Values,
+    build,
+    choose_staying,
+    refuse_to_restore_too_much,
+    restore_all,
+)
+from nvmeswap.offload.changes import StructureChanges
+from nvmeswap.offload.gradients import GradientTraffic
+from nvmeswap.offload.optimizer_home import OffloadedHome
+from nvmeswap.offload.passes import Passes, PassEvents
+from nvmeswap.offload.units import Granularity
+from nvmeswap.offload.window import Unit, Window
+from nvmeswap.stats import OffloadStats
+from nvmeswap.swap.plan import Plan
+from nvmeswap.swap.swapped import Params, SwappedOptimizer
+
+_log = logging.getLogger(__name__)
+_managers: weakref.WeakKeyDictionary[nn.Module, OffloadManager] = weakref.WeakKeyDictionary()
+
+
+class OffloadManager(PassEvents):
+    """Keeps a model's weights in host memory or on NVMe, and each on the device while it is used.
+
+        manager = OffloadManager(model, "cuda", path="/mnt/nvme", granularity="block")
+        optimizer = torch.optim.AdamW(adapters.parameters())
+        model(inputs).sum().backward()
+        optimizer.step()
+        manager.close()                      # the model is as it was before
+
+    Outputs, gradients and trained weights are bit for bit those of the model on the device. While a
+    parameter is away, its `data` is an ordinary tensor in host memory with its real values: it can
+    be read, saved and edited. The parameter itself is always the same object.
+
+    Args: `tier`, where frozen weights are ("nvme" if a `path`, a folder, is given); `trainable`,
+    where trained ones are: always on the device ("resident", for adapters), in host memory, or on
+    NVMe, in both of which their gradients are tensors in host memory after backward, for any
+    optimizer on the CPU (or `optimizer()`); `granularity`, what comes at a time: "leaf" modules, a
+    "block" of a list of modules, subtrees of so many bytes ("64MB"), or modules by name;
+    `prefetch`, units that come ahead; `keep_resident_bytes`, of units that never leave;
+    `max_in_cpu`, bytes of NVMe's that stay in host memory between uses; `buffer_count`, units that
+    are read ahead in host memory (None: prefetch and two); `pin_memory`, page-lock host memory;
+    `buffers`, "swap" or "resident"; `unified_memory`, whether host and device share their memory
+    ("auto" asks the device): then tier "cpu" moves the model to the device once and for all;
+    `values(name, start, out)`, for tensors on the meta device: fills `out` (flat, on the host) with
+    the elements of a tensor from `start` on.
+    Raises: SwapConfigError, SwapPathError, SwapBudgetError, SwapSpaceError on construction, with
+    the model as it was; SwapUsageError for a model that can't be served; SwapReadError and its kin
+    from the model's forward or backward, after which both can be called again.
+    Blocking: construction copies the model; forward and backward wait for the drive where it is
+    late. Threads: one at a time uses the model.
+    Ownership: the model's weights are the manager's until `close`.
+    Not for several processes that train together: that is `nvmeswap.zero3`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: str | torch.device = "cuda",
+        *,
+        tier: Literal["cpu", "nvme"] | None = None,
+        path: str | Path | None = None,
+        trainable: Literal["resident", "cpu", "nvme"] = "resident",
+        granularity: Granularity = "leaf",
+        prefetch: int = 1,
+        keep_resident_bytes: int = 0,
+        max_in_cpu: int = 0,
+        buffer_count: int | None = None,
+        pin_memory: bool = True,
+        buffers: Literal["swap", "resident"] = "swap",
+        unified_memory: bool | Literal["auto"] = "auto",
+        swap: SwapBlock | None = None,
+        aio: AioConfig | None = None,
+        values: Values | None = None,
+    ) -> None:
+        self.device = _with_index(torch.device(device))
+        self._settings = Settings(
+            self.device, tier or ("nvme" if path is not None else "cpu"), path, trainable,
+            granularity, prefetch, keep_resident_bytes, max_in_cpu,
+            prefetch + 2 if buffer_count is None else buffer_count, pin_memory, buffers,
+            swap or SwapBlock(), aio or AioConfig(),
+            is_pass_through=_shares_memory(self.device, unified_memory)
+            and (tier or ("cpu" if path is None else "nvme")) == "cpu",
+        )
+        if self._settings.is_pass_through:
+            _log.info("%s shares its memory with the host: the model stays on it", self.device)
+        _refuse_managed(model)
+        _refuse_processes(model)
+        self._lock = threading.RLock()
+        self._built = build(model, self._settings, values)
+        self._model = weakref.ref(model)
+        self._mover = Mover(self.device)
+        self._window = Window(self._built.units, self._mover, prefetch=prefetch)
+        for unit in choose_staying(self._built.units, keep_resident_bytes):
+            unit.stays = True
+        self._gradients = GradientTraffic(
+            self._mover, pin_memory=pin_memory, lock=self._lock
+        )
+        self._trained = set(self._built.trained)
+        self._gradients.watch(self._built.trained)
+        self._materialized = 0
+        self._passes = Passes(
+            model, self._built.needs, self._window, self._mover, self, self._lock
+        )
+        self._followed = StructureChanges(
+            model, self._built.units, [each.member for each in self._built.residents],
+            self._passes, self.device,
+        )
+        order = [unit.name for unit in self._built.units]
+        self._plans = {False: Plan(), True: Plan()}
+        self._plans[False].expect(order)
+        self._plans[True].expect([*order, *reversed(order)])
+        self._finalizer = weakref.finalize(self, self._built.homes.close)
+        _managers[model] = self
+
+    # --- passes -----------------------------------------------------------------------------------
+
+    def begin_forward(self, root: nn.Module) -> None:
+        """For `Passes`."""
+        if torch.is_grad_enabled():
+            _refuse_processes(root)
+        self._followed.catch_up(root)
+        if self._window.is_held and not self._materialized:
+            self._window.reset()  # what Ctrl-C left
+        self._use_plan(is_training=torch.is_grad_enabled())
+        self._window.plan.rewind()
+        self._expect()
+
+    def end_forward(self, *, has_graph: bool) -> None:
+        """For `Passes`."""
+        if not has_graph:
+            self._window.end_pass()
+        self._mover.settle()
+
+    def begin_backward(self) -> None:
+        """For `Passes`."""
+        self._use_plan(is_training=True)
+
+    def end_backward(self) -> None:
+        """For `Passes`."""
+        self._window.end_pass()
+        self._gradients.finish()
+        self._mover.settle()
+
+    def fail(self) -> None:
+        """For `Passes`."""
+        self._window.release_all()
+        self._mover.settle()
+
+    def _use_plan(self, *, is_training: bool) -> None:
+        self._window.plan = self._plans[is_training]
+
+    def _expect(self) -> None:
+        """Reads from NVMe run ahead by the plan."""
+        names = self._window.plan.order
+        self._built.homes.expect(
+            [block.name for name in names for block in self._window.unit(name).blocks]
+        )
+
+    def after_backward(self) -> None:
+        """Gradients are in host memory and nothing is on the device but what stays. It is so after
+        backward anyway; this is for loops that call it, and after a backward that failed."""
+        self._check_idle()
+        self._passes.abandon()
+        self._window.release_all()
+        self._gradients.finish()
+        self._mover.settle()
+
+    # --- a component of a pipeline ----------------------------------------------------------------
+
+    def load(self) -> None:
+        """Bring all that is not trained to the device, until `release`; the copies go on behind
+        what is queued."""
+        with self._lock:
+            self._expect()
+            self._window.bring_all(
+                [u for u in self._built.units if not any(m in self._trained for _, m in u.tensors)]
+            )
+
+    def prefetch(self) -> None:
+        """Start to read from NVMe what is used first; does not wait."""
+        with self._lock:
+            self._expect()
+
+    def release(self) -> None:
+        """Everything that is not in use leaves the device, also what `keep_resident_bytes` or
+        `load` keeps there."""
+        with self._lock:
+            self._passes.forget_stale_calls()
+            self._window.release_all(also_staying=True)
+            self._mover.settle()
+
+    def optimizer(
+        self, optimizer_class: type[Optimizer], params: Params | None = None, **options: Any
+    ) -> SwappedOptimizer:
+        """A `SwappedOptimizer` whose states are under `path` (or `nvme_path`, if told), for
+        parameters in any tier; those of NVMe are updated by direct reads and writes. None: all that
+        are trained. Its options are those of `SwappedOptimizer`."""
+        options.setdefault("nvme_path", self._settings.path)
+        if params is None:
+            params = [each for each in self.model.parameters() if each.requires_grad]
+        home = OffloadedHome(
+            pair for unit in self._built.units for pair in unit.tensors if pair[1] in self._trained
+        )
+        return SwappedOptimizer(optimizer_class, params, home=home, **options)
+
+    # --- weights ----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def materialize(self, *names: str) -> Iterator[None]:
+        """Have these on the device, to be read or edited; edits are kept.
+
+            with manager.materialize("layers.3"):
+                model.layers[3].weight.add_(delta)
+
+        Names of modules or tensors, or patterns; none: all. Raises SwapUsageError for an unknown
+        one.
+        """
+        chosen = self._chosen(names)
+        held: list[Unit] = []
+        with self._lock:
+            self._materialized += 1
+            try:
+                for unit in chosen:
+                    self._window.hold(unit, is_planned=False)
+                    held.append(unit)
+            except BaseException:
+                self._end_materialize(held, {})
+                raise
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            with self._lock:
+                self._end_materialize(held, chosen)
+
+    def _end_materialize(
+        self, held: list[Unit], chosen: Mapping[Unit, list[tuple[Block, ManagedTensor]]]
+    ) -> None:
+        self._materialized -= 1
+        try:
+            for unit in held:
+                for block, managed in chosen.get(unit, ()):
+                    self._mover.send_back(block, managed)
+        finally:
+            for unit in held:
+                self._window.let_go(unit, has_run=False)
+            self._window.release_all()
+            self._mover.settle()
+
+    def _chosen(self, names: tuple[str, ...]) -> dict[Unit, list[tuple[Block, ManagedTensor]]]:
+        """The units of these, with the tensors meant."""
+        unknown = set(names)
+        chosen: dict[Unit, list[tuple[Block, ManagedTensor]]] = {}
+        for unit in self._built.units:
+            for block, managed in unit.tensors:
+                fits = {name for name in names if _means(name, managed.member.name)}
+                unknown -= fits
+                if fits or not names:
+                    chosen.setdefault(unit, []).append((block, managed))
+        others = [each.member.name for each in self._built.residents]
+        unknown -= {name for name in unknown if any(_means(name, other) for other in others)}
+        if unknown:
+            raise SwapUsageError(
+                f'the model has no module or tensor "{min(unknown)}"',
+                fix="use names of model.named_modules() or model.state_dict()",
+            )
+        return chosen
+
+    def state_dict(self) -> dict[str, Any]:
+        """The model's, with real tensors: of NVMe's, mapped from their file, so that they take
+        memory only while they are read. As torch's, they are the model's own: copy what is to
+        stay."""
+        self._to_home()
+        return dict(self.model.state_dict())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+        """As the model's; what goes to NVMe is there on return. Raises SwapWriteError."""
+        self._to_home()
+        result = self.model.load_state_dict(state_dict, strict=strict)
+        with self._lock:
+            for unit in self._built.units:
+                for block, managed in unit.tensors:
+                    if managed.was_changed:
+                        self._mover.send_back(block, managed)
+        return result
+
+    def _to_home(self) -> None:
+        self._check_idle()
+        with self._lock:
+            self._window.release_all(also_staying=True)
+            self._mover.settle()
+
+    # --- the rest ---------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> nn.Module:
+        """The model. Raises SwapUsageError if it is gone."""
+        model = self._model()
+        if model is None:
+            raise SwapUsageError("the model that was offloaded is gone", fix="keep a reference")
+        return model
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """What comes and goes together, in the order of the model."""
+        return tuple(self._built.units)
+
+    def stats(self) -> OffloadStats:
+        """Counters since the start."""
+        window, mover = self._window, self._mover
+        return OffloadStats(
+            unit_count=len(window.units),
+            resident_nbytes=window.here_nbytes,
+            peak_resident_nbytes=window.peak_nbytes,
+            resident_unit_count=window.here_count,
+            peak_resident_unit_count=window.peak_count,
+            in_nbytes=mover.in_nbytes,
+            out_nbytes=mover.out_nbytes,
+            bring_count=window.bring_count,
+            prefetch_count=window.prefetch_count,
+            late_count=window.late_count,
+            stall_s=window.stall_s,
+            host_nbytes=self._built.homes.host_nbytes + self._gradients.host_nbytes,
+        )
+
+    def close(self, *, restore: bool = True) -> None:
+        """Take the hooks away and the weights back into memory, on the device that each was on;
+        idempotent. `restore=False` leaves them as they are: of NVMe's, mapped from a file that has
+        no name any more. Raises SwapUsageError while the model is running, or if memory for them is
+        missing; then nothing was changed."""
+        if not self._finalizer.alive:
+            return
+        self._check_idle()
+        if restore:
+            refuse_to_restore_too_much(self._built)
+        self._passes.abandon()
+        self._to_home()
+        self._passes.unfollow()
+        self._gradients.close()
+        model = self._model()
+        if restore and model is not None:
+            restore_all(self._built)
+        if model is not None:
+            _managers.pop(model, None)
+        self._finalizer()
+
+    def __enter__(self) -> OffloadManager:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _check_idle(self) -> None:
+        if not self._passes.is_idle:
+            raise SwapUsageError(
+                "the model is running", fix="call this outside of its forward and backward"
+            )
+
+
+def manager_of(model: nn.Module) -> OffloadManager | None:
+    """Who manages a model, if anybody does."""
+    return _managers.get(model)
+
+
+def _means(pattern: str, name: str) -> bool:
+    """Whether a pattern is of this tensor, or of a module that it is in."""
+    parts = name.split(".")
+    return any(
+        fnmatchcase(".".join(parts[:count]), pattern) for count in range(1, len(parts) + 1)
+    )
+
+
+def _with_index(device: torch.device) -> torch.device:
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _shares_memory(device: torch.device, unified_memory: bool | Literal["auto"]) -> bool:
+    """Whether host and device have one memory: then copies gain nothing."""
+    if unified_memory != "auto":
+        return unified_memory
+    if device.type == "cuda":
+        return bool(torch.cuda.get_device_properties(device).is_integrated)
+    return device.type == "mps"
+
+
+def _refuse_managed(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if module in _managers:
+            raise SwapUsageError(
+                f'"{name or "the model"}" is offloaded already',
+                fix="close() its manager first",
+            )
+        for attribute in ("_hf_hook", "_diffusers_hook"):
+            if hasattr(module, attribute):
+                raise SwapUsageError(
+                    f'"{name or "the model"}" has hooks of another offloading library '
+                    f"({attribute})",
+                    fix="remove them first (accelerate: remove_hook_from_module(recurse=True))",
+                )
+
+
+def _refuse_processes(model: nn.Module) -> None:
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        raise SwapUsageError(
+            f"{dist.get_world_size()} processes would each train a model of their own: nothing "
+            "here adds up gradients over them",
+            fix="use nvmeswap.zero3 or nvmeswap.deepspeed; requires_grad_(False) for inference",
+        )

@@ -1,0 +1,71 @@
+"""Offloaded parameters as the optimizer sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from nvmeswap.errors import SwapUsageError
+from nvmeswap.io.engine import Lane
+from nvmeswap.offload.block import Block, ManagedTensor
+from nvmeswap.store.store import StoreRequest
+from nvmeswap.swap.home import ResidentHome
+from nvmeswap.swap.sub_group import STATE_DTYPE, MasterForm, StateItem
+
+
+class OffloadedHome(ResidentHome):
+    """`nvmeswap.swap.home.ParameterHome` over a managed model's parameters.
+
+    Those in memory are what they are for any optimizer. The values of one on NVMe go to its home by
+    direct writes; one of bf16 is the upper half of its master there, and is read for the update.
+    """
+
+    def __init__(self, managed: Iterable[tuple[Block, ManagedTensor]]) -> None:
+        super().__init__()
+        self._on_nvme = {
+            each.tensor: (block, each) for block, each in managed if not block.home.is_in_memory
+        }
+        for parameter, (_, each) in self._on_nvme.items():
+            if each.place.stride != torch.empty(each.place.shape, device="meta").stride():
+                raise SwapUsageError(
+                    f"{each.member.name} is not contiguous ({tuple(parameter.shape)}, stride "
+                    f"{each.place.stride})",
+                    fix="make it contiguous before the model is offloaded",
+                )
+
+    def item(
+        self, parameter: torch.Tensor, states: Sequence[str], state_dtype: torch.dtype
+    ) -> StateItem:
+        item = super().item(parameter, states, state_dtype)
+        if parameter not in self._on_nvme:
+            return item
+        dtype = parameter.dtype
+        form = MasterForm.SPLIT if dtype is torch.bfloat16 else MasterForm.WHOLE
+        output = None if dtype is STATE_DTYPE else dtype
+        return StateItem(item.key, item.numel, form, tuple(states), state_dtype, output)
+
+    def in_place(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        return None if parameter in self._on_nvme else super().in_place(parameter)
+
+    def edited_values(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        if parameter in self._on_nvme and self._versions.get(parameter) == parameter._version:
+            return None  # a mapped one is read only if it was written to
+        return super().edited_values(parameter)
+
+    def fetch(
+        self, parameter: torch.Tensor, start: int, out: torch.Tensor, lane: Lane
+    ) -> list[StoreRequest]:
+        block, managed = self._on_nvme[parameter]
+        begin = managed.place.begin_bytes + start * out.itemsize
+        return block.home.read(begin, out.view(torch.uint8))
+
+    def publish(
+        self, parameter: torch.Tensor, start: int, values: torch.Tensor
+    ) -> list[StoreRequest]:
+        if parameter not in self._on_nvme:
+            return super().publish(parameter, start, values)
+        block, managed = self._on_nvme[parameter]
+        values = values.to(parameter.dtype).contiguous()
+        begin = managed.place.begin_bytes + start * values.itemsize
+        return block.home.write(begin, values.view(torch.uint8))

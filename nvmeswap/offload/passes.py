@@ -1,0 +1,361 @@
+"""Forward and backward passes: which calls use which units, from when to when.
+
+Facts (torch 2.11 and 2.13). A forward hook with `always_call` also runs when forward raises, with
+None as its output; when Ctrl-C ends it, no hook runs, and what a call took is found by its frame,
+which is no caller of the next one. While a backward pass runs, recomputation for
+`torch.utils.checkpoint` is a forward like any other. Full backward hooks are of no use: they wrap
+outputs, miss dicts, and fire before the backward of modules whose inputs need no gradient; a hook
+on the node that made an output fires just before that node.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import checkpoint
+
+from nvmeswap.errors import SwapError, SwapUsageError
+from nvmeswap.offload import saved
+from nvmeswap.offload.block import Mover
+from nvmeswap.offload.window import Unit, Window
+
+_MODULE_FILE = "torch/nn/modules/module.py"
+_EARLY_STOP = getattr(checkpoint, "_StopRecomputationError", ())
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    """A module's forward under way. `handled`: the exception that was being handled before it."""
+
+    module: nn.Module
+    frame: FrameType
+    units: list[Unit]
+    pushed: bool
+    handled: BaseException | None
+
+
+class PassEvents:
+    """What its owner does at the borders of passes."""
+
+    def begin_forward(self, root: nn.Module) -> None:
+        """The root is called, outside of backward. May raise."""
+
+    def end_forward(self, *, has_graph: bool) -> None:
+        """The root has returned; without a graph nothing will come back for its units."""
+
+    def begin_backward(self) -> None:
+        """The first sign of a backward pass."""
+
+    def end_backward(self) -> None:
+        """A backward pass is over, and so is the use of all units."""
+
+    def fail(self) -> None:
+        """An exception leaves the outermost call."""
+
+
+class Passes:
+    """Follows the calls of a model's modules. `needs`: the units that a module's forward uses.
+
+    Threads: calls are followed a thread at a time; the window is guarded by `lock`.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        needs: Mapping[nn.Module, Sequence[Unit]],
+        window: Window,
+        mover: Mover,
+        events: PassEvents,
+        lock: threading.RLock,
+    ) -> None:
+        self._root = root
+        self._needs = dict(needs)
+        self._window = window
+        self._mover = mover
+        self._events = events
+        self._lock = lock
+        self._calls = _Calls()
+        self._units_by_storage = {
+            block.storage._cdata: unit for unit in window.units for block in unit.blocks
+        }
+        self._task: int | None = None  # the outermost backward pass that was seen
+        self._held_by_nodes: dict[tuple[int, Unit], Any] = {}
+        self._handles: list[Any] = []
+        self._enter = torch.compiler.disable(self._entered)
+        self._leave = torch.compiler.disable(self._left)
+        for module in {root: None, **self._needs}:
+            self.follow(module)
+
+    def follow(self, module: nn.Module, units: Sequence[Unit] = ()) -> None:
+        """Hook a module; `units` are those that it needs beside what it is known to."""
+        if units:
+            known = self._needs.get(module)
+            self._needs[module] = list(dict.fromkeys([*(known or ()), *units]))
+            if known is not None or module is self._root:
+                return
+        self._handles += [
+            module.register_forward_pre_hook(_Hook(self._enter), prepend=True, with_kwargs=True),
+            module.register_forward_hook(_Hook(self._leave), always_call=True),
+        ]
+
+    def unfollow(self) -> None:
+        """Take every hook away; idempotent."""
+        self.forget_stale_calls()
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.remove()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no call of this thread and no backward is under way."""
+        self.forget_stale_calls()
+        return not self._calls.stack and saved.current_task() is None
+
+    # --- forward ----------------------------------------------------------------------------------
+
+    def _entered(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self.forget_stale_calls()
+        stack = self._calls.stack
+        is_outermost = not stack
+        with self._lock:
+            if saved.current_task() is not None:
+                self._see_backward(is_outermost=False)
+            elif is_outermost:
+                self._begin_outermost(module)
+            units = self._needs.get(module, ())
+            call = _Call(module, _caller(), [], False, sys.exc_info()[1])
+            try:
+                for unit in units:
+                    self._window.hold(unit)
+                    call.units.append(unit)
+                call.pushed = self._push_hooks()
+            except BaseException:
+                self._let_go(call, has_run=False)
+                raise
+            stack.append(call)
+        return self._moved(args, kwargs) if is_outermost else None
+
+    def _begin_outermost(self, module: nn.Module) -> None:
+        if self._held_by_nodes or self._task is not None:  # a backward that an error has ended
+            self._abandon_backward()
+        if module is self._root:
+            self._events.begin_forward(module)
+
+    def _push_hooks(self) -> bool:
+        if saved.are_allowed():
+            return saved.push(self._needed_in_backward)
+        if torch.is_grad_enabled():
+            raise SwapUsageError(
+                "torch.func's transforms can't differentiate a model whose weights come and go",
+                fix="use torch.autograd, or close() the manager first",
+            )
+        return False
+
+    def _moved(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Arguments of the outermost call, on the device."""
+        device = self._mover.device
+        tensors = [*args, *kwargs.values()]
+        if not any(isinstance(t, torch.Tensor) and t.device.type != device.type for t in tensors):
+            return None
+
+        def move(given: Any) -> Any:
+            return given.to(device) if isinstance(given, torch.Tensor) else given
+
+        return tuple(map(move, args)), {name: move(given) for name, given in kwargs.items()}
+
+    def _left(self, module: nn.Module, args: Any, output: Any) -> None:
+        stack = self._calls.stack
+        if not stack or stack[-1].module is not module:
+            return  # an earlier hook raised before ours was entered
+        error = sys.exc_info()[1]
+        with self._lock:
+            call = stack.pop()
+            has_failed = error is not None and error is not call.handled
+            nodes = [] if has_failed else _nodes(output)
+            units = list(call.units)
+            self._let_go(call, has_run=True)
+            for node in nodes:
+                self._follow_node(node, call)
+            if stack or saved.current_task() is not None:
+                return
+            if has_failed and not isinstance(error, _EARLY_STOP):
+                self._events.fail()
+            elif module is self._root:
+                self._events.end_forward(has_graph=bool(nodes))
+            else:
+                self._mover.await_copies(block for unit in units for block in unit.blocks)
+
+    def _let_go(self, call: _Call, *, has_run: bool) -> None:
+        if call.pushed:
+            call.pushed = False
+            saved.pop()
+        error: SwapError | None = None
+        while call.units:
+            try:
+                self._window.let_go(call.units.pop(), has_run=has_run)
+            except SwapError as failure:
+                error = error or failure
+        if error is not None:
+            raise error
+
+    def forget_stale_calls(self) -> None:
+        """Calls that Ctrl-C ended: they have no frame below us any more."""
+        stack = self._calls.stack
+        if not stack:
+            return
+        running = set()
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            running.add(frame)
+            frame = frame.f_back
+        with self._lock:
+            while stack and stack[-1].frame not in running:
+                self._let_go(stack.pop(), has_run=True)
+
+    # --- backward ---------------------------------------------------------------------------------
+
+    def _follow_node(self, node: Any, call: _Call) -> None:
+        """Have the call's units when the backward of what it returned begins."""
+        is_root = call.module is self._root
+        units = list(self._needs.get(call.module, ()))
+        if not units and not is_root:
+            return
+
+        def begins(gradients: Any) -> None:
+            with self._lock:
+                self._see_backward(is_outermost=is_root)
+                for unit in units:
+                    self._window.use_in_backward(unit)
+
+        node.register_prehook(begins)
+
+    def _needed_in_backward(self, tensor: torch.Tensor) -> None:
+        """Backward takes this out of what was saved, for the node that computes next."""
+        try:
+            unit = self._units_by_storage.get(tensor.untyped_storage()._cdata)
+        except NotImplementedError:  # a tensor without memory
+            return
+        if unit is None:
+            return
+        with self._lock:
+            self._see_backward(is_outermost=False)
+            self._window.use_in_backward(unit)
+            node = saved.current_node()
+            if node is not None and (id(node), unit) not in self._held_by_nodes:
+                self._window.hold(unit)
+                self._held_by_nodes[id(node), unit] = node.register_hook(self._releaser(node, unit))
+
+    def _releaser(self, node: Any, unit: Unit) -> Callable[..., None]:
+        key = (id(node), unit)
+
+        def has_computed(*gradients: Any) -> None:
+            with self._lock:
+                handle = self._held_by_nodes.pop(key, None)
+                if handle is not None:
+                    handle.remove()
+                    self._window.let_go(unit, has_run=False)
+
+        return has_computed
+
+    def _see_backward(self, *, is_outermost: bool) -> None:
+        """The first sign of a backward pass: be told of its end. Passes inside one (reentrant
+        checkpoints) end with it, unless the outer one is not known."""
+        task = saved.current_task()
+        if task is None or task == self._task or (self._task is not None and not is_outermost):
+            return
+        self._task = task
+        self._events.begin_backward()
+
+        def is_over() -> None:
+            with self._lock:
+                if self._task == task:
+                    self._task = None
+                    self._events.end_backward()
+
+        saved.at_end_of_backward(is_over)
+
+    def _abandon_backward(self) -> None:
+        self._task = None
+        for handle in self._held_by_nodes.values():
+            handle.remove()
+        self._held_by_nodes.clear()
+        self._window.reset()
+        self._events.end_backward()
+
+    def abandon(self) -> None:
+        """Whatever an exception left half done: nobody uses anything any more."""
+        self.forget_stale_calls()
+        with self._lock:
+            if self._held_by_nodes or self._task is not None:
+                self._abandon_backward()
+
+
+class _Calls(threading.local):
+    """The calls under way in this thread, outermost first."""
+
+    def __init__(self) -> None:
+        self.stack: list[_Call] = []
+
+
+class _Hook:
+    """A hook that a copy of its module does not have."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
+
+    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
+        return _nothing
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_as_nothing, ())
+
+
+def _nothing(*args: Any) -> None:
+    """A hook that does nothing."""
+
+
+def _as_nothing() -> Callable[..., None]:
+    return _nothing
+
+
+def _caller() -> FrameType:
+    """The frame of the module call that our hook is in, or the outermost one."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and not frame.f_code.co_filename.endswith(_MODULE_FILE):
+        frame = frame.f_back
+    return frame
+
+
+def _nodes(output: Any) -> list[Any]:
+    """The autograd nodes that made the tensors in a module's output, each once."""
+    return list({t.grad_fn: None for t in _tensors(output, depth=0) if t.grad_fn is not None})
+
+
+def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth > 8:
+        return
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _tensors(inner, depth + 1)
+    elif isinstance(value, (list, tuple, set)):
+        for inner in value:
+            yield from _tensors(inner, depth + 1)
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from _tensors(getattr(value, field.name, None), depth + 1)

@@ -1,0 +1,291 @@
+"""Which units are on the device: those in use, and as many others as the window has places.
+
+States of a unit:
+
+    AWAY --bring--> ARRIVING --use--> IN_USE --last end--> IDLE --use--> IN_USE
+    ARRIVING, IDLE --release--> AWAY
+
+The order of use of the last pass is the plan (`nvmeswap.swap.plan`): the next units are brought
+while one is used, and one whose turn comes again at once stays. A wrong plan costs time only.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Sequence
+from itertools import islice
+
+from nvmeswap.errors import SwapIOError, SwapUsageError
+from nvmeswap.offload.block import Block, ManagedTensor, Mover
+from nvmeswap.swap.plan import Plan
+
+
+class UnitState(enum.Enum):
+    """Where a unit's tensors are, and what they show.
+
+    | state    | on the device       | tensors show | who may release it       |
+    |----------|---------------------|--------------|--------------------------|
+    | AWAY     | no                  | home         | -                        |
+    | ARRIVING | being copied        | home         | the window               |
+    | IN_USE   | yes                 | device       | nobody, it is being used |
+    | IDLE     | yes                 | device       | the window               |
+    """
+
+    AWAY = "away"
+    ARRIVING = "arriving"
+    IN_USE = "in_use"
+    IDLE = "idle"
+
+
+LEGAL_MOVES: dict[UnitState, frozenset[UnitState]] = {
+    UnitState.AWAY: frozenset({UnitState.ARRIVING}),
+    UnitState.ARRIVING: frozenset({UnitState.IN_USE, UnitState.AWAY}),
+    UnitState.IN_USE: frozenset({UnitState.IDLE}),
+    UnitState.IDLE: frozenset({UnitState.IN_USE, UnitState.AWAY}),
+}
+
+
+class Unit:
+    """Blocks that are brought and released together. `stays`: it is never released by the window;
+    `holds`: how many users it has now."""
+
+    def __init__(self, name: str, blocks: Sequence[Block]) -> None:
+        self.name = name
+        self.blocks = list(blocks)
+        self.state = UnitState.AWAY
+        self.stays = False
+        self.holds = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(block.nbytes for block in self.blocks)
+
+    @property
+    def tensors(self) -> list[tuple[Block, ManagedTensor]]:
+        return [(block, managed) for block in self.blocks for managed in block.tensors]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether bringing it would not wait for the drive."""
+        return all(block.home.is_ready for block in self.blocks)
+
+
+class Window:
+    """Brings, holds and releases units.
+
+    At most `prefetch` units that nobody holds are on the device beside those that are held, and
+    those that stay. Threads: the manager's lock guards it.
+    """
+
+    def __init__(self, units: Sequence[Unit], mover: Mover, *, prefetch: int) -> None:
+        self.units = list(units)
+        self.plan = Plan()
+        self._mover = mover
+        self._prefetch = prefetch
+        self._by_name = {unit.name: unit for unit in units}
+        self._spare: dict[Unit, None] = {}  # on the device, held by nobody, and not staying
+        self._visitors: dict[Unit, None] = {}  # that stay until all are released
+        self._backward_unit: Unit | None = None
+        self.here_count = self.here_nbytes = 0
+        self.peak_count = self.peak_nbytes = 0
+        self.bring_count = self.prefetch_count = self.late_count = 0
+        self.stall_s = 0.0
+
+    # --- uses -----------------------------------------------------------------------------------
+
+    def unit(self, name: str) -> Unit:
+        return self._by_name[name]
+
+    def hold(self, unit: Unit, *, is_planned: bool = True) -> None:
+        """Have it on the device, its tensors showing it, until `let_go`. Waits for the drive where
+        it must. If it raises, nothing is held."""
+        if unit.holds == 0:
+            self._leave_backward(unit)
+            if is_planned:
+                self.plan.use(unit.name)
+            self._have(unit)
+        unit.holds += 1
+        if unit.holds == 1:
+            try:
+                self._show(unit)
+            except BaseException:
+                unit.holds = 0
+                raise
+            self._move(unit, UnitState.IN_USE)
+            if is_planned:
+                self._look_ahead()
+
+    def let_go(self, unit: Unit, *, has_run: bool) -> None:
+        """The end of a use; releases it unless its turn comes again at once. `has_run`: its forward
+        has, which may have changed buffers without saying so."""
+        assert unit.holds > 0, f"{unit.name} is not held"
+        unit.holds -= 1
+        if unit.holds == 0:
+            try:
+                if has_run:
+                    self._write_back(unit, has_run=True)
+            finally:
+                self._move(unit, UnitState.IDLE)
+            if unit is not self._backward_unit and not self._is_needed_soon(unit):
+                self.release(unit)
+
+    def use_in_backward(self, unit: Unit) -> None:
+        """Its backward has come: it stays until that of another one does, or `end_pass`."""
+        if unit is self._backward_unit and unit.state in (UnitState.IN_USE, UnitState.IDLE):
+            return
+        self.hold(unit)
+        self._backward_unit = unit
+        self.let_go(unit, has_run=False)
+
+    def _leave_backward(self, unit: Unit) -> None:
+        last = self._backward_unit
+        if last is not None and last is not unit:
+            self._backward_unit = None
+            if last.state is UnitState.IDLE and not self._is_needed_soon(last):
+                self.release(last)
+
+    def end_pass(self) -> None:
+        """Forward without gradients, or backward, is over: what was recorded becomes the plan, and
+        nobody needs what is here."""
+        self.plan.end_step()
+        self.release_all()
+
+    def bring_all(self, units: Sequence[Unit]) -> None:
+        """Have these on the device until `release_all(also_staying=True)`."""
+        for unit in units:
+            self._visitors[unit] = None
+            self.hold(unit, is_planned=False)
+            self.let_go(unit, has_run=False)
+
+    def release_all(self, *, also_staying: bool = False) -> None:
+        """All that nobody holds, but what stays."""
+        self._backward_unit = None
+        units = self.units if also_staying else list(self._spare)
+        if also_staying:
+            self._visitors.clear()
+        for unit in units:
+            if unit.state in (UnitState.ARRIVING, UnitState.IDLE):
+                self.release(unit)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether anything is."""
+        return any(unit.holds for unit in self.units)
+
+    def reset(self) -> None:
+        """Nobody holds anything, whatever an exception left half done."""
+        self._backward_unit = None
+        for unit in self.units:
+            unit.holds = 0
+            if unit.state is UnitState.IN_USE:
+                self._move(unit, UnitState.IDLE)
+            if unit.state is UnitState.AWAY:
+                for block in unit.blocks:
+                    if block.is_here:
+                        self._mover.drop(block)
+
+    # --- coming and going -------------------------------------------------------------------------
+
+    def _have(self, unit: Unit) -> None:
+        if unit.state is UnitState.AWAY:
+            self._make_room()
+            if not unit.is_ready:
+                self.late_count += 1
+            began = time.perf_counter()
+            self._bring(unit)
+            self.stall_s += time.perf_counter() - began
+
+    def _bring(self, unit: Unit) -> None:
+        """AWAY -> ARRIVING."""
+        for block, managed in unit.tensors:
+            if managed.was_changed:  # edited while it was away
+                self._mover.send_back(block, managed)
+            elif managed.is_unset:
+                raise SwapUsageError(
+                    f"{managed.member.name} has no values: the model was on the meta device",
+                    fix="load_state_dict() first",
+                )
+        try:
+            for block in unit.blocks:
+                self._mover.bring(block)
+        except BaseException:
+            for block in unit.blocks:
+                if block.is_here:
+                    self._mover.drop(block)
+            raise
+        self._move(unit, UnitState.ARRIVING)
+        self.bring_count += 1
+        self.here_count += 1
+        self.here_nbytes += unit.nbytes
+        self.peak_count = max(self.peak_count, self.here_count)
+        self.peak_nbytes = max(self.peak_nbytes, self.here_nbytes)
+
+    def _show(self, unit: Unit) -> None:
+        if unit.state is UnitState.ARRIVING:
+            for block, managed in unit.tensors:
+                if managed.was_changed:  # while it was on its way
+                    self._mover.send_back(block, managed)
+                    self._mover.refresh(block)
+        for block in unit.blocks:
+            self._mover.await_arrival(block)
+        if unit.state is UnitState.ARRIVING:
+            for _, managed in unit.tensors:
+                managed.show_device()
+
+    def _write_back(self, unit: Unit, *, has_run: bool) -> None:
+        """Changes made on the device go to the home."""
+        for block, managed in unit.tensors:
+            if managed.was_changed or (has_run and managed.may_have_changed_unseen()):
+                self._mover.send_back(block, managed)
+
+    def release(self, unit: Unit) -> None:
+        """IDLE or ARRIVING -> AWAY."""
+        if unit.state is UnitState.IDLE:
+            self._write_back(unit, has_run=False)  # whoever changed it since
+        for _, managed in unit.tensors:
+            if managed.is_on_device:
+                managed.show_home()
+        for block in unit.blocks:
+            self._mover.drop(block)
+        self._move(unit, UnitState.AWAY)
+        self.here_count -= 1
+        self.here_nbytes -= unit.nbytes
+
+    def _move(self, unit: Unit, to: UnitState) -> None:
+        assert to in LEGAL_MOVES[unit.state], f"{unit.name}: {unit.state.name} -> {to.name}"
+        assert (to is UnitState.IN_USE) == (unit.holds > 0), f"{unit.name}: {unit.holds} holds"
+        unit.state = to
+        if to in (UnitState.ARRIVING, UnitState.IDLE) and not self._stays(unit):
+            self._spare[unit] = None
+        else:
+            self._spare.pop(unit, None)
+
+    def _stays(self, unit: Unit) -> bool:
+        return unit.stays or unit in self._visitors
+
+    # --- by the plan ------------------------------------------------------------------------------
+
+    def _is_needed_soon(self, unit: Unit) -> bool:
+        if self._stays(unit):
+            return True
+        return unit.name in islice(self.plan.rest(), self._prefetch + 1)
+
+    def _make_room(self) -> None:
+        """For one that is used now: of those that nobody holds, all but `prefetch` go."""
+        while len(self._spare) > self._prefetch:
+            self.release(max(self._spare, key=lambda unit: self.plan.next_use(unit.name)))
+
+    def _look_ahead(self) -> None:
+        """Bring the next ones, as far as there are places and the drive has them."""
+        for name in islice(self.plan.rest(), 2 * self._prefetch + 1):
+            unit = self._by_name[name]
+            if unit.state is not UnitState.AWAY:
+                continue
+            if len(self._spare) >= self._prefetch or not unit.is_ready:
+                return
+            try:
+                self._bring(unit)
+            except SwapIOError:
+                return  # it is for whoever uses that unit to hear of it
+            self.prefetch_count += 1
