@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -143,6 +144,12 @@ def twins(build: Callable[[], nn.Module], seed: int = 0) -> tuple[nn.Module, nn.
 
 def frozen(model: nn.Module) -> nn.Module:
     return model.requires_grad_(False)
+
+
+def collect() -> None:
+    """What is only held by itself goes; tensors among it take a second time."""
+    for _ in range(3):
+        gc.collect()
 
 
 def stack(layers: int = 6, dim: int = DIM) -> nn.Sequential:

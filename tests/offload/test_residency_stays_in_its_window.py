@@ -21,6 +21,7 @@ from tests.offload.conftest import Manage
 from tests.offload.runs import (
     DIM,
     assert_equal,
+    collect,
     forward_and_backward,
     frozen,
     infer,
@@ -275,7 +276,7 @@ def test_memory_of_what_was_moved_is_given_back(manage: Manage, tier: str) -> No
     model = large_stack(4, 32)
     old = [weakref.ref(layer.weight.untyped_storage()) for layer in model]
     manager = manage(model, tier=tier)
-    gc.collect()
+    collect()
     assert [each() for each in old] == [None] * 4
     infer(nn.Sequential(nn.Linear(DIM, 32), model))
     assert manager.stats().resident_nbytes == 0
