@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -39,7 +39,7 @@ class Settings:
     device: torch.device
     tier: Literal["cpu", "nvme"]
     path: str | Path | None
-    trainable: Literal["resident", "cpu", "nvme"]
+    trainable: Literal["resident", "cpu", "nvme"] | None  # None: as `trained_tier` says
     granularity: Granularity
     prefetch: int
     keep_resident_bytes: int
@@ -54,12 +54,12 @@ class Settings:
     def __post_init__(self) -> None:
         for key, value, known in (
             ("tier", self.tier, ("cpu", "nvme")),
-            ("trainable", self.trainable, ("resident", "cpu", "nvme")),
+            ("trainable", self.trainable, (None, "resident", "cpu", "nvme")),
             ("buffers", self.buffers, ("swap", "resident")),
         ):
             if value not in known:
                 raise SwapConfigError(
-                    f"{key} is {value!r}", key=key, fix=f"use one of {', '.join(known)}"
+                    f"{key} is {value!r}", key=key, fix=f"use one of {', '.join(filter(None, known))}"
                 )
         for key, count, least in (
             ("prefetch", self.prefetch, 0),
@@ -139,6 +139,7 @@ def build(model: nn.Module, settings: Settings, values: Values | None) -> Built:
     members = members_of(model)
     for member in members:
         check_tensor(member.name, member.tensor)
+    settings = replace(settings, trainable=_trained_tier(members, settings))
     by_storage = _by_storage(members)
     resident_ids = {
         id(member)
@@ -168,6 +169,19 @@ def build(model: nn.Module, settings: Settings, values: Values | None) -> Built:
         raise
     built.needs.update(_needs(cuts, built.units))
     return built
+
+
+def _trained_tier(
+    members: Sequence[Member], settings: Settings
+) -> Literal["resident", "cpu", "nvme"]:
+    """Where trained parameters are if nothing is said: beside frozen weights they are adapters, and
+    stay on the device; where all are trained, as in a model as it was built, they are the model."""
+    if settings.trainable is not None:
+        return settings.trainable
+    parameters = [member.tensor for member in members if not member.is_buffer]
+    if any(not parameter.requires_grad for parameter in parameters):
+        return "resident"
+    return settings.tier
 
 
 def restore_all(built: Built) -> None:

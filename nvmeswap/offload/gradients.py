@@ -48,7 +48,10 @@ class GradientTraffic:
         self._lock = lock
         self._records: dict[int, _Record] = {}
         self._touched: dict[int, _Record] = {}  # since the last `finish`
-        self._on_their_way: deque[tuple[torch.cuda.Event, _Record]] = deque()
+        # Each gradient is held until it is copied: its memory is free for the next at once then.
+        self._on_their_way: deque[tuple[torch.cuda.Event, _Record, torch.Tensor]] = deque()
+        self._on_their_way_nbytes = 0
+        self._largest_nbytes = 0
         self._arenas: list[Arena] = []
 
     def watch(self, trained: list[ManagedTensor]) -> None:
@@ -61,6 +64,7 @@ class GradientTraffic:
                 tensor.register_post_accumulate_grad_hook(partial(self._came, record)),
             ]
             self._records[id(tensor)] = record
+            self._largest_nbytes = max(self._largest_nbytes, tensor.nbytes)
         if self._mover.on_gpu and self._pin_memory:
             self._take_memory()
 
@@ -124,16 +128,23 @@ class GradientTraffic:
         host = free[0].detach()
         with self._mover.behind_current_stream() as stream:
             host.copy_(gradient, non_blocking=True)
-            gradient.record_stream(stream)
-            self._on_their_way.append((stream.record_event(), record))
-        self._mover.out_nbytes += host.nbytes
+            self._on_their_way.append((stream.record_event(), record, gradient))
+        self._on_their_way_nbytes += gradient.nbytes
+        self._mover.out_nbytes += gradient.nbytes
+        # The host is ahead of the GPU: without this all gradients would be on the device together.
+        while self._on_their_way_nbytes > 2 * self._largest_nbytes:
+            self._oldest_arrives()
         return host
 
     def _arrive(self, record: _Record) -> None:
         """Wait for the copies of this one, and of those before."""
-        while any(each is record for _, each in self._on_their_way):
-            event, _ = self._on_their_way.popleft()
-            event.synchronize()
+        while any(each is record for _, each, _ in self._on_their_way):
+            self._oldest_arrives()
+
+    def _oldest_arrives(self) -> None:
+        event, _, gradient = self._on_their_way.popleft()
+        event.synchronize()
+        self._on_their_way_nbytes -= gradient.nbytes
 
     def _add_up(self, record: _Record) -> None:
         """The part of a pass is whole: add it to what is held."""

@@ -56,9 +56,10 @@ class OffloadManager(PassEvents):
     be read, saved and edited. The parameter itself is always the same object.
 
     Args: `tier`, where frozen weights are ("nvme" if a `path`, a folder, is given); `trainable`,
-    where trained ones are: always on the device ("resident", for adapters), in host memory, or on
-    NVMe, in both of which their gradients are tensors in host memory after backward, for any
-    optimizer on the CPU (or `optimizer()`); `granularity`, what comes at a time: "leaf" modules, a
+    where trained ones are: always on the device ("resident"; also None, if there are frozen ones
+    beside them: then they are adapters), in host memory, or on NVMe (None: in `tier`), in both of
+    which their gradients are tensors in host memory after backward, for any optimizer on the CPU
+    (or `optimizer()`); `granularity`, what comes at a time: "leaf" modules, a
     "block" of a list of modules, subtrees of so many bytes ("64MB"), or modules by name;
     `prefetch`, units that come ahead; `keep_resident_bytes`, of units that never leave;
     `max_in_cpu`, bytes of NVMe's that stay in host memory between uses; `buffer_count`, units that
@@ -83,7 +84,7 @@ class OffloadManager(PassEvents):
         *,
         tier: Literal["cpu", "nvme"] | None = None,
         path: str | Path | None = None,
-        trainable: Literal["resident", "cpu", "nvme"] = "resident",
+        trainable: Literal["resident", "cpu", "nvme"] | None = None,
         granularity: Granularity = "leaf",
         prefetch: int = 1,
         keep_resident_bytes: int = 0,

@@ -82,9 +82,7 @@ class Passes:
         self._events = events
         self._lock = lock
         self._calls = _Calls()
-        self._units_by_storage = {
-            block.storage._cdata: unit for unit in window.units for block in unit.blocks
-        }
+        self._units_by_storage = _by_storage(window.units)
         self._task: int | None = None  # the outermost backward pass that was seen
         self._held_by_nodes: dict[tuple[int, Unit], Any] = {}
         self._handles: list[Any] = []
@@ -299,6 +297,16 @@ class Passes:
         with self._lock:
             if self._held_by_nodes or self._task is not None:
                 self._abandon_backward()
+
+
+def _by_storage(units: Sequence[Unit]) -> dict[int, Unit]:
+    """Units by the storages that their tensors show: of a parameter, autograd saves the object."""
+    found = {block.storage._cdata: unit for unit in units for block in unit.blocks}
+    for unit in units:
+        for _, managed in unit.tensors:
+            if managed.at_home.numel():
+                found[managed.at_home.untyped_storage()._cdata] = unit
+    return found
 
 
 class _Calls(threading.local):
