@@ -59,7 +59,8 @@ class Settings:
         ):
             if value not in known:
                 raise SwapConfigError(
-                    f"{key} is {value!r}", key=key, fix=f"use one of {', '.join(filter(None, known))}"
+                    f"{key} is {value!r}", key=key,
+                    fix="use one of " + ", ".join(filter(None, known)),
                 )
         for key, count, least in (
             ("prefetch", self.prefetch, 0),

@@ -82,7 +82,9 @@ class Passes:
         self._events = events
         self._lock = lock
         self._calls = _Calls()
-        self._units_by_storage = _by_storage(window.units)
+        self._units_by_storage = {
+            block.storage._cdata: unit for unit in window.units for block in unit.blocks
+        }
         self._task: int | None = None  # the outermost backward pass that was seen
         self._held_by_nodes: dict[tuple[int, Unit], Any] = {}
         self._handles: list[Any] = []
@@ -210,15 +212,8 @@ class Passes:
     def forget_stale_calls(self) -> None:
         """Calls that Ctrl-C ended: they have no frame below us any more."""
         stack = self._calls.stack
-        if not stack:
-            return
-        running = set()
-        frame: FrameType | None = sys._getframe()
-        while frame is not None:
-            running.add(frame)
-            frame = frame.f_back
-        with self._lock:
-            while stack and stack[-1].frame not in running:
+        while stack and not _is_running(stack[-1].frame):
+            with self._lock:
                 self._let_go(stack.pop(), has_run=True)
 
     # --- backward ---------------------------------------------------------------------------------
@@ -299,16 +294,6 @@ class Passes:
                 self._abandon_backward()
 
 
-def _by_storage(units: Sequence[Unit]) -> dict[int, Unit]:
-    """Units by the storages that their tensors show: of a parameter, autograd saves the object."""
-    found = {block.storage._cdata: unit for unit in units for block in unit.blocks}
-    for unit in units:
-        for _, managed in unit.tensors:
-            if managed.at_home.numel():
-                found[managed.at_home.untyped_storage()._cdata] = unit
-    return found
-
-
 class _Calls(threading.local):
     """The calls under way in this thread, outermost first."""
 
@@ -346,6 +331,14 @@ def _caller() -> FrameType:
     while frame.f_back is not None and not frame.f_code.co_filename.endswith(_MODULE_FILE):
         frame = frame.f_back
     return frame
+
+
+def _is_running(wanted: FrameType) -> bool:
+    """Whether it is one of our callers."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame is not wanted:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _nodes(output: Any) -> list[Any]:

@@ -4,7 +4,8 @@ Facts (torch 2.11 and 2.13). Inside `saved_tensors_hooks` autograd hands each te
 to `pack`, and calls `unpack` just before the node that saved it computes: so whatever the shape of
 the graph, a weight is asked for at the moment of its use. Of nested hooks the innermost pair alone
 is called, and torch.utils.checkpoint works by such hooks: so ours call the pair below. With hooks
-torch does not compare versions of saved tensors any more: so ours do.
+torch does not compare versions of saved tensors any more: so ours do. Of a leaf `pack` gets the
+object itself, of others an alias.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ class SavedTensorHooks:
         self._unpack_below = None if below is None else below[1]
 
     def pack(self, tensor: torch.Tensor) -> _Saved:
+        if tensor.is_leaf:  # the very parameter, whose data will be another's
+            tensor = tensor.detach()
         if self._pack_below is None:
             return _Saved(tensor, tensor._version, None)
         return _Saved(self._pack_below(tensor), 0, self._unpack_below)
