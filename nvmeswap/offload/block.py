@@ -79,10 +79,15 @@ class ManagedTensor:
         if self.was_changed:  # it was given other data
             self.tensor.data = self.on_device if self.is_on_device else self.at_home
 
+    @property
+    def is_converted(self) -> bool:
+        """Whether it was given data of another kind."""
+        return self.tensor.dtype is not self.place.dtype or self.tensor.shape != self.place.shape
+
     def refuse_conversion(self) -> None:
         """Raise SwapUsageError if it was given data of another kind."""
         tensor = self.tensor
-        if tensor.dtype is not self.place.dtype or tensor.shape != self.place.shape:
+        if self.is_converted:
             raise SwapUsageError(
                 f"{self.member.name} was {self.place.dtype} {tuple(self.place.shape)} when the "
                 f"model was offloaded, and is {tensor.dtype} {tuple(tensor.shape)} now",

@@ -302,12 +302,16 @@ class OffloadManager(PassEvents):
         """As the model's; what goes to NVMe is there on return. Raises SwapWriteError."""
         self._to_home()
         result = self.model.load_state_dict(state_dict, strict=strict)
+        self._send_edits()
+        return result
+
+    def _send_edits(self) -> None:
+        """Homes get what was written to tensors while they were away."""
         with self._lock:
             for unit in self._built.units:
                 for block, managed in unit.tensors:
-                    if managed.was_changed:
+                    if managed.was_changed and not managed.is_converted:
                         self._mover.send_back(block, managed)
-        return result
 
     def _to_home(self) -> None:
         self._check_idle()
@@ -360,6 +364,7 @@ class OffloadManager(PassEvents):
             refuse_to_restore_too_much(self._built)
         self._passes.abandon()
         self._to_home()
+        self._send_edits()
         self._passes.unfollow()
         self._gradients.close()
         model = self._model()

@@ -62,6 +62,11 @@ class Unit:
         return sum(block.nbytes for block in self.blocks)
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Of its parameters and buffers."""
+        return tuple(managed.member.name for _, managed in self.tensors)
+
+    @property
     def tensors(self) -> list[tuple[Block, ManagedTensor]]:
         return [(block, managed) for block in self.blocks for managed in block.tensors]
 
