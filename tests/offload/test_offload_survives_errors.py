@@ -1,4 +1,8 @@
-"""After any error the device is empty, the error is the original one, and trying again is right."""
+"""After any error the device is empty, the error is the original one, and trying again is right.
+
+Torch tells nobody that a backward has failed, nor of Ctrl-C in a forward: what they leave, the
+window at most, goes with the next forward, or with `after_backward()`.
+"""
 
 from __future__ import annotations
 
@@ -123,7 +127,7 @@ def test_error_of_the_model_comes_out_and_leaves_nothing(
         model.fuse.where, model.fuse.error = where, error
         with pytest.raises(Boom if where == "backward" else error):
             one_pass(model)
-        assert manager.stats().resident_nbytes == 0
+        assert_emptied(manager, is_told=where == "forward" and issubclass(error, Exception))
         model.fuse.where = ""
         assert_equal(one_pass(model), expected)
         assert manager.stats().resident_nbytes == 0
@@ -132,9 +136,17 @@ def test_error_of_the_model_comes_out_and_leaves_nothing(
         if where == "forward":
             with pytest.raises(error):
                 model(input_of(0))
-        assert manager.stats().resident_nbytes == 0
+        assert_emptied(manager, is_told=issubclass(error, Exception))
     model.fuse.where = ""
     assert_equal(train(model), train(fused(checkpointing)))
+
+
+def assert_emptied(manager: OffloadManager, *, is_told: bool) -> None:
+    """`is_told`: whether torch tells of such errors."""
+    if not is_told:
+        assert manager.stats().resident_unit_count <= 2
+        manager.after_backward()
+    assert manager.stats().resident_nbytes == 0
 
 
 HOOKS: dict[str, Callable[[nn.Module, Callable[..., None]], Any]] = {
@@ -164,7 +176,7 @@ def test_error_of_a_users_hook_comes_out_and_leaves_nothing(
         handle = HOOKS[kind](model.middle[0], hook)
     with pytest.raises(Boom):
         one_pass(model)
-    assert manager.stats().resident_nbytes == 0
+    assert_emptied(manager, is_told=kind.startswith("forward"))
     handle.remove()
     assert_equal(one_pass(model), expected)
     assert manager.stats().resident_nbytes == 0
@@ -221,7 +233,7 @@ def test_interrupt_at_a_load_leaves_nothing(manage: Manage, tier: str) -> None:
         with pytest.raises(Interrupt):
             one_pass(model)
         handle.remove()
-        assert manager.stats().resident_nbytes == 0
+        assert_emptied(manager, is_told=False)
         assert_equal(one_pass(model), expected)
 
 
@@ -259,8 +271,10 @@ def test_read_that_fails_is_told_and_tried_again(
         engines[-1].inject(f"read {number} errno {errno.EIO}")
         ours, failure_count = until_it_succeeds(model, (SwapReadError,))
         assert failure_count <= 1
+        engines[-1].inject("")
         assert_equal(ours, expected)
         assert manager.stats().resident_nbytes == 0
+        until_it_succeeds(model, (SwapReadError,))  # one may have failed ahead of its use
     assert_equal(train(model), train(plain))
 
 
