@@ -28,12 +28,14 @@ _ALWAYS_COPIED_BACK_NBYTES = 1 << 20
 @dataclass(eq=False, slots=True)
 class ManagedTensor:
     """A member of a unit. `on_device` and `at_home` are what its `data` is in turns; `version` is
-    that of its tensor when it last was in step with its home."""
+    that of its tensor when it last was in step with its home; `first_device`, where it was before
+    all this."""
 
     member: Member
     place: Place
     on_device: torch.Tensor
     at_home: torch.Tensor
+    first_device: torch.device
     version: int = 0
     is_on_device: bool = False
     is_unset: bool = False  # it was on the meta device, and got no values yet
@@ -79,15 +81,10 @@ class ManagedTensor:
         if self.was_changed:  # it was given other data
             self.tensor.data = self.on_device if self.is_on_device else self.at_home
 
-    @property
-    def is_converted(self) -> bool:
-        """Whether it was given data of another kind."""
-        return self.tensor.dtype is not self.place.dtype or self.tensor.shape != self.place.shape
-
     def refuse_conversion(self) -> None:
         """Raise SwapUsageError if it was given data of another kind."""
         tensor = self.tensor
-        if self.is_converted:
+        if tensor.dtype is not self.place.dtype or tensor.shape != self.place.shape:
             raise SwapUsageError(
                 f"{self.member.name} was {self.place.dtype} {tuple(self.place.shape)} when the "
                 f"model was offloaded, and is {tensor.dtype} {tuple(tensor.shape)} now",
@@ -115,7 +112,8 @@ class Block:
                 stand_ins[segment] = home.stand_in(segment)
             at_home = place.in_segment(stand_ins[segment])
             on_device = place.in_block(self.storage, device)
-            self.tensors.append(ManagedTensor(member, place, on_device, at_home))
+            first_device = torch.device("cpu") if member.tensor.is_meta else member.tensor.device
+            self.tensors.append(ManagedTensor(member, place, on_device, at_home, first_device))
         self.storage.resize_(0)
         self.is_here = False
         self.taken_on: torch.cuda.Stream | None = None  # while on a GPU: where its memory is from

@@ -104,19 +104,18 @@ class Resident:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Built:
-    """`needs`: the units that each module's forward uses. `first_devices`: by tensor id."""
+    """`needs`: the units that each module's forward uses."""
 
     units: list[Unit]
     needs: dict[nn.Module, list[Unit]]
     homes: Homes
     residents: list[Resident]
-    first_devices: dict[int, torch.device]
 
     @property
-    def trained(self) -> list[ManagedTensor]:
+    def trained(self) -> list[tuple[Unit, ManagedTensor]]:
         """What is not on the device between uses and gets gradients."""
         return [
-            managed
+            (unit, managed)
             for unit in self.units
             for _, managed in unit.tensors
             if managed.tensor.requires_grad and not managed.member.is_buffer
@@ -157,7 +156,7 @@ def build(model: nn.Module, settings: Settings, values: Values | None) -> Built:
         pin_memory=settings.pin_memory and settings.device.type == "cuda",
         max_in_cpu=settings.max_in_cpu, swap=settings.swap, aio=settings.aio,
     )
-    built = Built([], {}, homes, [], {id(m.tensor): _device(m.tensor) for m in members})
+    built = Built([], {}, homes, [])
     try:
         for cut in cuts:
             built.units.append(_make_unit(cut, plans[cut], homes, settings.device, values))
@@ -189,7 +188,7 @@ def restore_all(built: Built) -> None:
     """Every tensor as it was before: in memory of its own, on its first device."""
     for unit in built.units:
         for block in unit.blocks:
-            _give_back(block, built.first_devices)
+            _give_back(block)
     for resident in built.residents:
         tensor = resident.member.tensor
         tensor.data = tensor.data.to(resident.first_device)
@@ -334,11 +333,11 @@ def _move(group: list[Member], device: torch.device, values: Values | None) -> l
     return moved
 
 
-def _give_back(block: Block, first_devices: dict[int, torch.device]) -> None:
+def _give_back(block: Block) -> None:
     storages: dict[object, torch.UntypedStorage] = {}
     for managed in block.tensors:
         segment = managed.place.segment
-        device = first_devices[id(managed.tensor)]
+        device = managed.first_device
         if segment not in storages:
             values = torch.empty(segment.nbytes, dtype=torch.uint8, device="cpu")
             for request in block.home.read(segment.offset_bytes, values):

@@ -6,6 +6,8 @@ another module is followed there; one that took the place of another like it tak
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import nn
 
@@ -14,6 +16,8 @@ from nvmeswap.offload.layout import check_tensor
 from nvmeswap.offload.passes import Passes
 from nvmeswap.offload.units import Member, members_of
 from nvmeswap.offload.window import Unit
+
+_OWN_REFERENCES = 2  # the member's, and the argument of getrefcount
 
 
 class StructureChanges:
@@ -45,6 +49,8 @@ class StructureChanges:
         }
         for member in members:
             known = self._managed.get(id(member.tensor))
+            if not member.is_buffer and not isinstance(member.tensor, nn.Parameter):
+                continue  # torch.func.functional_call: for this call only
             if known is None and id(member.tensor) not in self._residents:
                 known = self._replaced(member, lost)
                 if known is None:
@@ -67,6 +73,8 @@ class StructureChanges:
                 continue
             managed = found[1]
             place = managed.place
+            if sys.getrefcount(managed.tensor) > _OWN_REFERENCES:
+                continue  # somebody keeps the old one, and may put it back
             if tensor.is_meta or tensor.dtype is not place.dtype or tensor.shape != place.shape:
                 continue
             if tensor.requires_grad and not managed.tensor.requires_grad:

@@ -20,14 +20,18 @@ from nvmeswap.memory.arena import Arena
 from nvmeswap.offload.block import ManagedTensor, Mover
 from nvmeswap.offload.layout import own_storage
 from nvmeswap.offload.saved import current_task
+from nvmeswap.offload.window import Unit, Window
 
 
 @dataclass(eq=False, slots=True)
 class _Record:
-    """A trained parameter. `held`: the sum of earlier passes; `part`: of this one, which is `task`;
-    `memories`, page-locked: for gradients from a GPU."""
+    """A trained parameter. `is_held`: its unit, for the user's hooks. `held`: the sum of earlier
+    passes; `part`: of this one, which is `task`; `memories`, page-locked: for gradients from a
+    GPU."""
 
+    unit: Unit
     managed: ManagedTensor
+    is_held: bool = False
     memories: list[torch.Tensor] = field(default_factory=list)
     held: torch.Tensor | None = None
     part: torch.Tensor | None = None
@@ -42,8 +46,11 @@ class GradientTraffic:
     user's; its memory is used again once nobody shows it.
     """
 
-    def __init__(self, mover: Mover, *, pin_memory: bool, lock: threading.RLock) -> None:
+    def __init__(
+        self, mover: Mover, window: Window, *, pin_memory: bool, lock: threading.RLock
+    ) -> None:
         self._mover = mover
+        self._window = window
         self._pin_memory = pin_memory
         self._lock = lock
         self._records: dict[int, _Record] = {}
@@ -54,10 +61,10 @@ class GradientTraffic:
         self._largest_nbytes = 0
         self._arenas: list[Arena] = []
 
-    def watch(self, trained: list[ManagedTensor]) -> None:
+    def watch(self, trained: list[tuple[Unit, ManagedTensor]]) -> None:
         """From now on their gradients leave the device."""
-        for managed in trained:
-            record = _Record(managed)
+        for unit, managed in trained:
+            record = _Record(unit, managed)
             tensor = managed.tensor
             record.handles = [
                 tensor.register_hook(partial(self._comes, record)),
@@ -99,9 +106,15 @@ class GradientTraffic:
             if tensor.grad is not None:
                 record.held = tensor.grad
                 tensor.grad = None
+            if _comes_last(record) and not record.is_held:
+                self._window.hold(record.unit, is_planned=False)
+                record.is_held = True
 
     def _came(self, record: _Record, tensor: torch.Tensor) -> None:
         with self._lock:
+            if record.is_held:
+                record.is_held = False
+                self._window.let_go(record.unit, has_run=False)
             gradient = tensor.grad
             if gradient is None:
                 return
@@ -180,6 +193,19 @@ class GradientTraffic:
         for arena in self._arenas:
             arena.close()
         self._arenas.clear()
+
+
+def _comes_last(record: _Record) -> bool:
+    """Whether others have hooks after accumulation: ours is to be behind them, and while they run
+    the parameter is where its gradient is, so that an optimizer in backward works."""
+    tensor = record.managed.tensor
+    hooks = tensor._post_accumulate_grad_hooks
+    if hooks is None or len(hooks) < 2:
+        return False
+    handle = record.handles[1]
+    if next(reversed(hooks)) != handle.id:
+        hooks[handle.id] = hooks.pop(handle.id)
+    return True
 
 
 def _is_free(memory: torch.Tensor) -> bool:

@@ -111,16 +111,17 @@ class OffloadManager(PassEvents):
         _refuse_managed(model)
         _refuse_processes(model)
         self._lock = threading.RLock()
-        self._built = build(model, self._settings, values)
+        with torch.inference_mode(False), torch.no_grad():
+            self._built = build(model, self._settings, values)
         self._model = weakref.ref(model)
         self._mover = Mover(self.device)
         self._window = Window(self._built.units, self._mover, prefetch=prefetch)
         for unit in choose_staying(self._built.units, keep_resident_bytes):
             unit.stays = True
         self._gradients = GradientTraffic(
-            self._mover, pin_memory=pin_memory, lock=self._lock
+            self._mover, self._window, pin_memory=pin_memory, lock=self._lock
         )
-        self._trained = set(self._built.trained)
+        self._trained = {managed for _, managed in self._built.trained}
         self._gradients.watch(self._built.trained)
         self._materialized = 0
         self._passes = Passes(
@@ -302,21 +303,15 @@ class OffloadManager(PassEvents):
         """As the model's; what goes to NVMe is there on return. Raises SwapWriteError."""
         self._to_home()
         result = self.model.load_state_dict(state_dict, strict=strict)
-        self._send_edits()
+        self._to_home()
         return result
 
-    def _send_edits(self) -> None:
-        """Homes get what was written to tensors while they were away."""
-        with self._lock:
-            for unit in self._built.units:
-                for block, managed in unit.tensors:
-                    if managed.was_changed and not managed.is_converted:
-                        self._mover.send_back(block, managed)
-
     def _to_home(self) -> None:
+        """Nothing is on the device, and homes have what was written to tensors that are away."""
         self._check_idle()
         with self._lock:
             self._window.release_all(also_staying=True)
+            self._window.take_in_edits()
             self._mover.settle()
 
     # --- the rest ---------------------------------------------------------------------------------
@@ -356,7 +351,8 @@ class OffloadManager(PassEvents):
         """Take the hooks away and the weights back into memory, on the device that each was on;
         idempotent. `restore=False` leaves them as they are: of NVMe's, mapped from a file that has
         no name any more. Raises SwapUsageError while the model is running, or if memory for them is
-        missing; then nothing was changed."""
+        missing; SwapReadError if they can't be read: then the manager is still open, and
+        `restore=False` is left."""
         if not self._finalizer.alive:
             return
         self._check_idle()
@@ -364,12 +360,11 @@ class OffloadManager(PassEvents):
             refuse_to_restore_too_much(self._built)
         self._passes.abandon()
         self._to_home()
-        self._send_edits()
-        self._passes.unfollow()
-        self._gradients.close()
         model = self._model()
         if restore and model is not None:
             restore_all(self._built)
+        self._passes.unfollow()
+        self._gradients.close()
         if model is not None:
             _managers.pop(model, None)
         self._finalizer()

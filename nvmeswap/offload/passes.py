@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import checkpoint
+from torch.utils._pytree import tree_map
 
 from nvmeswap.errors import SwapError, SwapUsageError
 from nvmeswap.offload import saved
@@ -174,27 +175,51 @@ class Passes:
 
         return tuple(map(move, args)), {name: move(given) for name, given in kwargs.items()}
 
-    def _left(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _left(self, module: nn.Module, args: Any, output: Any) -> Any:
         stack = self._calls.stack
         if not stack or stack[-1].module is not module:
-            return  # an earlier hook raised before ours was entered
+            return None  # an earlier hook raised before ours was entered
         error = sys.exc_info()[1]
         with self._lock:
             call = stack.pop()
             has_failed = error is not None and error is not call.handled
             nodes = [] if has_failed else _nodes(output)
             units = list(call.units)
+            replaced = None
+            shown = {} if has_failed else self._own_tensors(output)
+            if stack:  # who gets them has them until it has returned as well
+                for unit in set(shown.values()):
+                    self._window.hold(unit)
+                    stack[-1].units.append(unit)
+            elif shown:
+                replaced = _with_copies(output, shown)
             self._let_go(call, has_run=True)
             for node in nodes:
                 self._follow_node(node, call)
             if stack or saved.current_task() is not None:
-                return
+                return None
             if has_failed and not isinstance(error, _EARLY_STOP):
                 self._events.fail()
             elif module is self._root:
                 self._events.end_forward(has_graph=bool(nodes))
             else:
                 self._mover.await_copies(block for unit in units for block in unit.blocks)
+            return replaced
+
+    def _own_tensors(self, output: Any) -> dict[int, Unit]:
+        """Those of a module's results that are its weights, or views of them, by id."""
+        found = {}
+        for tensor in _tensors(output, depth=0):
+            unit = self._unit_of(tensor)
+            if unit is not None:
+                found[id(tensor)] = unit
+        return found
+
+    def _unit_of(self, tensor: torch.Tensor) -> Unit | None:
+        try:
+            return self._units_by_storage.get(tensor.untyped_storage()._cdata)
+        except NotImplementedError:  # a tensor without memory
+            return None
 
     def _let_go(self, call: _Call, *, has_run: bool) -> None:
         if call.pushed:
@@ -235,10 +260,7 @@ class Passes:
 
     def _needed_in_backward(self, tensor: torch.Tensor) -> None:
         """Backward takes this out of what was saved, for the node that computes next."""
-        try:
-            unit = self._units_by_storage.get(tensor.untyped_storage()._cdata)
-        except NotImplementedError:  # a tensor without memory
-            return
+        unit = self._unit_of(tensor)
         if unit is None:
             return
         with self._lock:
@@ -247,12 +269,18 @@ class Passes:
             node = saved.current_node()
             if node is not None and (id(node), unit) not in self._held_by_nodes:
                 self._window.hold(unit)
-                self._held_by_nodes[id(node), unit] = node.register_hook(self._releaser(node, unit))
+                # With create_graph the node's own computation is saved, too.
+                pushed = torch.is_grad_enabled() and self._push_hooks()
+                self._held_by_nodes[id(node), unit] = node.register_hook(
+                    self._releaser(node, unit, pushed=pushed)
+                )
 
-    def _releaser(self, node: Any, unit: Unit) -> Callable[..., None]:
+    def _releaser(self, node: Any, unit: Unit, *, pushed: bool) -> Callable[..., None]:
         key = (id(node), unit)
 
         def has_computed(*gradients: Any) -> None:
+            if pushed:
+                saved.pop()
             with self._lock:
                 handle = self._held_by_nodes.pop(key, None)
                 if handle is not None:
@@ -331,6 +359,14 @@ def _caller() -> FrameType:
     while frame.f_back is not None and not frame.f_code.co_filename.endswith(_MODULE_FILE):
         frame = frame.f_back
     return frame
+
+
+def _with_copies(output: Any, shown: Mapping[int, Unit]) -> Any:
+    """The results of an outermost call, with copies in place of weights that are about to go."""
+    def copy(tensor: Any) -> Any:
+        return tensor.clone() if id(tensor) in shown else tensor
+
+    return tree_map(copy, output)
 
 
 def _is_running(wanted: FrameType) -> bool:

@@ -62,13 +62,13 @@ class Unit:
         return sum(block.nbytes for block in self.blocks)
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Of its parameters and buffers."""
-        return tuple(managed.member.name for _, managed in self.tensors)
-
-    @property
     def tensors(self) -> list[tuple[Block, ManagedTensor]]:
         return [(block, managed) for block in self.blocks for managed in block.tensors]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of its tensors, as in the model's state_dict."""
+        return tuple(managed.member.name for _, managed in self.tensors)
 
     @property
     def is_ready(self) -> bool:
@@ -189,6 +189,14 @@ class Window:
                 for block in unit.blocks:
                     if block.is_here:
                         self._mover.drop(block)
+
+    def take_in_edits(self) -> None:
+        """What was written to tensors that are away goes to their homes."""
+        for unit in self.units:
+            if unit.state is UnitState.AWAY:
+                for block, managed in unit.tensors:
+                    if managed.was_changed:
+                        self._mover.send_back(block, managed)
 
     # --- coming and going -------------------------------------------------------------------------
 
