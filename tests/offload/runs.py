@@ -115,6 +115,15 @@ def forward_and_backward(
     return numbers
 
 
+def one_pass(model: nn.Module, number: int = 0) -> Run:
+    model.zero_grad()
+    numbers = forward_and_backward(model, call, number)
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            numbers[f"gradient of {name}"] = parameter.grad.detach().cpu().clone()
+    return Run([], numbers)
+
+
 def infer(model: nn.Module, forward: Forward = call, *, calls: int = 2) -> Run:
     """Outputs without gradients, and what is in the model afterwards."""
     numbers = {}

@@ -29,7 +29,7 @@ from tests.offload.runs import (
 from tests.offload.structures import STRUCTURES, Held, Structure, TiedByParameter, tokens
 
 assert moving_structures and torch_structures  # they add their own
-WAYS: list[tuple[str, Any]] = [("cpu", "leaf"), ("cpu", 1500), ("nvme", "leaf"), ("nvme", "block")]
+WAYS: list[tuple[str, Any]] = [("cpu", 1500), ("nvme", "leaf"), ("nvme", "block")]
 DTYPES = [
     torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8,
     torch.bool, torch.int64, torch.int16, torch.int32, torch.float64, torch.complex64,
@@ -55,7 +55,7 @@ def test_trained(manage: Manage, name: str, tier: str, granularity: Any) -> None
 
 
 @each_structure
-@each_way
+@pytest.mark.parametrize("tier, granularity", [("cpu", "block"), ("nvme", "leaf")])
 def test_frozen(manage: Manage, name: str, tier: str, granularity: Any) -> None:
     """Gradients go through it; then it is used without."""
     case = STRUCTURES[name]
@@ -82,8 +82,9 @@ def test_trained_parts_stay_where_the_rest_goes(manage: Manage, name: str) -> No
 
 
 @each_structure
-@pytest.mark.parametrize("tier", ["cpu", "nvme"])
-def test_what_is_read_from_outside_is_real(manage: Manage, name: str, tier: str) -> None:
+def test_what_is_read_from_outside_is_real(
+    manage: Manage, name: str, tier: str = "nvme"
+) -> None:
     """Shapes, dtypes, strides and values, between calls and in the state. features F15, F16"""
     case = STRUCTURES[name]
     plain, model = twins(case.build)
