@@ -1,24 +1,26 @@
 """A block of tensors on the device: brought by one copy, released by freeing its storage.
 
-Facts (torch 2.11 and 2.13). The storage stays the same object all the time: `resize_(0)` frees its
-memory and `resize_(nbytes)` takes new, so that views which autograd saved (`weight.t()`) are right
-again when the bytes are back. `parameter.data` is set without counting as a change of the
-parameter. CUDA's allocator hands freed memory out again in the order of the stream that it was
-taken on, so copies on another stream must wait for that one first, and it for them.
+Facts (torch 2.11 and 2.13). The storage stays the same object all the time (`storage.py`), so that
+views which autograd saved (`weight.t()`) are right again when the bytes are back. `parameter.data`
+is set without counting as a change of the parameter. CUDA's allocator hands freed memory out again
+in the order of the stream that it was taken on, so copies on another stream must wait for that one
+first, and it for them.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from nvmeswap.errors import SwapUsageError
+from nvmeswap.errors import SwapChecksumError, SwapTimeoutError, SwapUsageError
 from nvmeswap.offload.homes import BlockHome
 from nvmeswap.offload.layout import BlockLayout, Place, give_data
+from nvmeswap.offload.storage import coming_storage
 from nvmeswap.offload.units import Member
+from nvmeswap.store.store import StoreRequest
 
 # Buffers are compared by their version; but torch's own layers change some without counting, in
 # training. Smaller ones are copied back after every use.
@@ -102,7 +104,8 @@ class Block:
         self.name = name
         self.nbytes = layout.nbytes
         self.home = home
-        self.storage = torch.UntypedStorage(self.nbytes, device=device)
+        self.memory = coming_storage(self.nbytes, device)
+        self.storage = self.memory.storage
         self.bytes = _all_of(self.storage)
         self.tensors: list[ManagedTensor] = []
         stand_ins: dict[object, torch.UntypedStorage] = {}
@@ -114,10 +117,11 @@ class Block:
             on_device = place.in_block(self.storage, device)
             first_device = torch.device("cpu") if member.tensor.is_meta else member.tensor.device
             self.tensors.append(ManagedTensor(member, place, on_device, at_home, first_device))
-        self.storage.resize_(0)
+        self.memory.free()
         self.is_here = False
         self.taken_on: torch.cuda.Stream | None = None  # while on a GPU: where its memory is from
         self.arrived: torch.cuda.Event | None = None
+        self.reads: list[StoreRequest] = []  # into its memory, from NVMe
         self.sent: torch.cuda.Event | None = None  # the last copy back to its home
 
 
@@ -144,8 +148,11 @@ class Mover:
 
     def bring(self, block: Block) -> None:
         """Take memory for the block and start to copy it; waits for the drive where it must."""
+        for read in block.reads:  # one that could not be waited for
+            read.settle()
+        block.reads = []
         with torch.no_grad(), _normal_mode():
-            block.storage.resize_(block.nbytes)
+            block.memory.take()
             block.is_here = True
             try:
                 self._copy_in(block)
@@ -156,7 +163,7 @@ class Mover:
 
     def _copy_in(self, block: Block) -> None:
         if self._in_stream is None:
-            block.home.copy_to(block.bytes)
+            block.reads = block.home.copy_to(block.bytes)
             return
         block.taken_on = torch.cuda.current_stream(self.device)
         # Work that still uses this memory, if it was freed before, is on the stream already.
@@ -164,11 +171,21 @@ class Mover:
         if block.sent is not None:
             self._in_stream.wait_event(block.sent)
         with torch.cuda.stream(self._in_stream):
-            block.home.copy_to(block.bytes)
+            try:
+                block.home.copy_to(block.bytes)
+            except SwapChecksumError as error:
+                raise _altered(block, error) from error
             block.arrived = self._in_stream.record_event()
 
     def await_arrival(self, block: Block) -> None:
-        """The current stream goes on when the block is there."""
+        """The current stream goes on when the block is there; reads are waited for. Raises
+        SwapReadError and its kin."""
+        for read in block.reads:
+            try:
+                read.wait()
+            except SwapChecksumError as error:
+                raise _altered(block, error) from error
+        block.reads = []
         if block.arrived is not None:
             stream = torch.cuda.current_stream(self.device)
             stream.wait_event(block.arrived)
@@ -176,17 +193,29 @@ class Mover:
                 block.bytes.record_stream(stream)
 
     def drop(self, block: Block) -> None:
-        """Free the block's memory, as soon as what is queued has used it."""
+        """Free the block's memory, as soon as what is queued has used it. What is being read is
+        waited for; if that takes too long the memory stays."""
+        for read in block.reads:
+            read.drop()
+        try:
+            for read in block.reads:
+                read.settle()
+        except SwapTimeoutError:
+            block.is_here = False
+            return
+        block.reads = []
         if block.taken_on is not None:
             for event in (block.arrived, block.sent):
                 if event is not None:
                     block.taken_on.wait_event(event)
-        block.storage.resize_(0)
+        block.memory.free()
         block.is_here = False
         block.taken_on = block.arrived = None
 
     def refresh(self, block: Block) -> None:
         """Copy a block that is here once more: its home has changed."""
+        for read in block.reads:
+            read.settle()
         with torch.no_grad(), _normal_mode():
             self._copy_in(block)
         self.in_nbytes += block.nbytes
@@ -231,13 +260,6 @@ class Mover:
         with torch.cuda.stream(self._out_stream):
             yield self._out_stream
 
-    def await_copies(self, blocks: Iterable[Block]) -> None:
-        """Wait until the copies of these are over."""
-        for block in blocks:
-            for event in (block.arrived, block.sent):
-                if event is not None:
-                    event.synchronize()
-
     def settle(self) -> None:
         """Wait until no copy reads or writes host memory: it is the user's again."""
         if self._in_stream is not None and self._out_stream is not None:
@@ -249,6 +271,16 @@ class Mover:
 def _normal_mode() -> Iterator[None]:
     with torch.inference_mode(False):
         yield
+
+
+def _altered(block: Block, error: SwapChecksumError) -> SwapChecksumError:
+    return SwapChecksumError(
+        f"the weights of {block.name} are not those that were written", path=error.path,
+        offset_bytes=error.offset_bytes, cause=str(error),
+        fix="edit weights on NVMe with materialize(), copy_() or load_state_dict(): a write "
+        "through .data to one that is away is not noticed (close(restore=False) keeps what was "
+        "written). If nobody did that, the drive is failing (see `dmesg`)",
+    )
 
 
 def span_of(tensor: torch.Tensor, place: Place) -> torch.Tensor:

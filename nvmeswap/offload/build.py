@@ -13,6 +13,7 @@ from torch import nn
 from nvmeswap.config import AioConfig, SwapBlock
 from nvmeswap.errors import SwapConfigError, SwapUsageError
 from nvmeswap.memory.budget import available_host_memory
+from nvmeswap.memory.heap import release_freed_memory
 from nvmeswap.offload.block import Block, ManagedTensor
 from nvmeswap.offload.homes import NVME_ALIGNMENT_NBYTES, Homes, kept_in_ram
 from nvmeswap.offload.layout import (
@@ -29,6 +30,8 @@ from nvmeswap.offload.window import Unit
 SMALL_BUFFER_NBYTES = 1 << 20
 # Fills a flat tensor on the host with the elements of a tensor, by name, from one on.
 Values = Callable[[str, int, torch.Tensor], None]
+# Freed memory goes back to the system whenever it is so much.
+_RELEASE_NBYTES = 8 << 20
 _PIECE_NUMEL = 4 << 20  # arbitrary: what a reader of checkpoints holds at a time
 
 
@@ -152,14 +155,21 @@ def build(model: nn.Module, settings: Settings, values: Values | None) -> Built:
     plans = {cut: _block_plans(cut, settings) for cut in cuts}
     in_ram, on_nvme = _tiers([plan for group in plans.values() for plan in group])
     homes = Homes(
-        in_ram=in_ram, on_nvme=on_nvme, path=settings.path, buffer_count=settings.buffer_count,
+        in_ram=in_ram, on_nvme=on_nvme, path=settings.path,
+        is_direct=settings.device.type == "cpu", buffer_count=settings.buffer_count,
         pin_memory=settings.pin_memory and settings.device.type == "cuda",
         max_in_cpu=settings.max_in_cpu, swap=settings.swap, aio=settings.aio,
     )
     built = Built([], {}, homes, [])
+    freed_nbytes = 0
     try:
         for cut in cuts:
-            built.units.append(_make_unit(cut, plans[cut], homes, settings.device, values))
+            unit = _make_unit(cut, plans[cut], homes, settings.device, values)
+            built.units.append(unit)
+            freed_nbytes += unit.nbytes
+            if freed_nbytes >= _RELEASE_NBYTES:
+                release_freed_memory()
+                freed_nbytes = 0
         for group in by_storage.values():
             if id(group[0]) in resident_ids:
                 built.residents.extend(_move(group, settings.device, values))

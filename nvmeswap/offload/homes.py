@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from nvmeswap.config import AioConfig, SwapBlock, check_folders
-from nvmeswap.errors import SwapChecksumError, SwapConfigError
+from nvmeswap.errors import SwapConfigError
 from nvmeswap.io.engine import Lane
 from nvmeswap.memory.budget import exact_slot_classes
 from nvmeswap.offload.layout import BlockLayout, Segment, own_storage
@@ -40,9 +40,9 @@ class BlockHome(Protocol):
     def is_ready(self) -> bool:
         """True if `copy_to` would not wait for the drive."""
 
-    def copy_to(self, out: torch.Tensor) -> None:
+    def copy_to(self, out: torch.Tensor) -> list[StoreRequest]:
         """Fill `out` (uint8, the block's size, any device); on a GPU queued on the current stream.
-        Raises SwapReadError and its kin."""
+        It is complete when what is returned is. Raises SwapReadError and its kin."""
 
     def write(self, begin_bytes: int, values: torch.Tensor) -> list[StoreRequest]:
         """Replace bytes (`values` uint8, host). They must stay unchanged until the requests that
@@ -64,8 +64,9 @@ class RamHome:
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
 
-    def copy_to(self, out: torch.Tensor) -> None:
+    def copy_to(self, out: torch.Tensor) -> list[StoreRequest]:
         out.copy_(self.memory, non_blocking=True)
+        return []
 
     def write(self, begin_bytes: int, values: torch.Tensor) -> list[StoreRequest]:
         self.memory[begin_bytes : begin_bytes + values.numel()].copy_(values)
@@ -81,15 +82,18 @@ class RamHome:
 
 
 class NvmeHome:
-    """A block in params.swp, through the parameter swapper."""
+    """A block in params.swp, through the parameter swapper. `is_direct`: the device is the host,
+    and read to without a slot."""
 
     is_in_memory = False
 
     def __init__(
-        self, key: str, layout: BlockLayout, swapper: PartitionedParamSwapper, space: SwapSpace
+        self, key: str, layout: BlockLayout, swapper: PartitionedParamSwapper, space: SwapSpace,
+        *, is_direct: bool,
     ) -> None:
         assert space.store is not None
         self.key = key
+        self._is_direct = is_direct
         self._ends = {
             each.segment.offset_bytes + each.segment.nbytes for each in layout.sources
         }
@@ -98,19 +102,13 @@ class NvmeHome:
 
     @property
     def is_ready(self) -> bool:
-        return self._swapper.is_ready(self.key)
+        return self._is_direct or self._swapper.is_ready(self.key)
 
-    def copy_to(self, out: torch.Tensor) -> None:
-        try:
-            self._swapper.fetch(self.key, out)
-        except SwapChecksumError as error:
-            raise SwapChecksumError(
-                f"the weights of {self.key} are not those that were written", path=error.path,
-                offset_bytes=error.offset_bytes, cause=str(error),
-                fix="weights on NVMe are edited with materialize(), copy_() or load_state_dict(): "
-                "a write through .data to one that is away is not noticed. If nobody did, the "
-                "drive is failing (see `dmesg`)",
-            ) from error
+    def copy_to(self, out: torch.Tensor) -> list[StoreRequest]:
+        if self._is_direct:
+            return self._swapper.read_part(self.key, 0, out, Lane.PREFETCH)
+        self._swapper.fetch(self.key, out)
+        return []
 
     def write(self, begin_bytes: int, values: torch.Tensor) -> list[StoreRequest]:
         # A direct write is of whole blocks of the drive.
@@ -147,9 +145,9 @@ class NvmeHome:
 class Homes:
     """Makes and keeps the homes of all blocks, and the memory, files and engine behind them.
 
-    Args: by block name `in_ram` sizes in bytes, `on_nvme` layouts; `buffer_count`, slots in host
-    memory a size class for what comes from NVMe; `max_in_cpu`, bytes of it that are kept there
-    between uses.
+    Args: by block name `in_ram` sizes in bytes, `on_nvme` layouts; `is_direct`, the device is the
+    host, and needs no slots; `buffer_count`, slots a size class for what comes from NVMe;
+    `max_in_cpu`, bytes of it that are kept there between uses.
     Raises: SwapBudgetError, SwapPathError, SwapSpaceError before anything of the model is touched.
     Blocking: construction takes all memory and all space.
     """
@@ -160,6 +158,7 @@ class Homes:
         in_ram: Mapping[str, int],
         on_nvme: Mapping[str, BlockLayout],
         path: str | Path | None,
+        is_direct: bool,
         pin_memory: bool,
         buffer_count: int,
         max_in_cpu: int,
@@ -167,7 +166,8 @@ class Homes:
         aio: AioConfig,
     ) -> None:
         specs = [ShardSpec(name, each.nbytes, torch.uint8) for name, each in on_nvme.items()]
-        placement = ParamPlacement(True, 0, buffer_count, _ANY_SIZE, max_in_cpu)
+        largest_slot_nbytes = 0 if is_direct else _ANY_SIZE
+        placement = ParamPlacement(True, 0, buffer_count, largest_slot_nbytes, max_in_cpu)
         pools = {
             "weights in memory": PoolRequest(exact_slot_classes(in_ram.values()), shrinks=False),
             "weights from NVMe": PoolRequest(placement.slot_classes(specs)),
@@ -187,7 +187,7 @@ class Homes:
                 pool=self.space.pools["weights from NVMe"], timeout_s=self.space.timeout_s,
             )
             self._homes: dict[str, BlockHome] = {
-                name: NvmeHome(name, layout, self.swapper, self.space)
+                name: NvmeHome(name, layout, self.swapper, self.space, is_direct=is_direct)
                 for name, layout in on_nvme.items()
             }
             pool = self.space.pools["weights in memory"]

@@ -13,7 +13,6 @@ from types import TracebackType
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -32,6 +31,12 @@ from nvmeswap.offload.changes import StructureChanges
 from nvmeswap.offload.gradients import GradientTraffic
 from nvmeswap.offload.optimizer_home import OffloadedHome
 from nvmeswap.offload.passes import Passes, PassEvents
+from nvmeswap.offload.refusals import (
+    refuse_managed,
+    refuse_processes,
+    shares_memory,
+    with_index,
+)
 from nvmeswap.offload.units import Granularity
 from nvmeswap.offload.window import Unit, Window
 from nvmeswap.stats import OffloadStats
@@ -39,7 +44,10 @@ from nvmeswap.swap.plan import Plan
 from nvmeswap.swap.swapped import Params, SwappedOptimizer
 
 _log = logging.getLogger(__name__)
-_managers: weakref.WeakKeyDictionary[nn.Module, OffloadManager] = weakref.WeakKeyDictionary()
+# Weakly both: a manager refers to its model, which otherwise would never be freed.
+_managers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OffloadManager]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class OffloadManager(PassEvents):
@@ -97,19 +105,19 @@ class OffloadManager(PassEvents):
         aio: AioConfig | None = None,
         values: Values | None = None,
     ) -> None:
-        self.device = _with_index(torch.device(device))
+        self.device = with_index(torch.device(device))
         self._settings = Settings(
             self.device, tier or ("nvme" if path is not None else "cpu"), path, trainable,
             granularity, prefetch, keep_resident_bytes, max_in_cpu,
             prefetch + 2 if buffer_count is None else buffer_count, pin_memory, buffers,
             swap or SwapBlock(), aio or AioConfig(),
-            is_pass_through=_shares_memory(self.device, unified_memory)
+            is_pass_through=shares_memory(self.device, unified_memory)
             and (tier or ("cpu" if path is None else "nvme")) == "cpu",
         )
         if self._settings.is_pass_through:
             _log.info("%s shares its memory with the host: the model stays on it", self.device)
-        _refuse_managed(model)
-        _refuse_processes(model)
+        refuse_managed(model, _managers)
+        refuse_processes(model)
         self._lock = threading.RLock()
         with torch.inference_mode(False), torch.no_grad():
             self._built = build(model, self._settings, values)
@@ -124,6 +132,7 @@ class OffloadManager(PassEvents):
         self._trained = {managed for _, managed in self._built.trained}
         self._gradients.watch(self._built.trained)
         self._materialized = 0
+        self._outermost = model
         self._passes = Passes(
             model, self._built.needs, self._window, self._mover, self, self._lock
         )
@@ -131,22 +140,21 @@ class OffloadManager(PassEvents):
             model, self._built.units, [each.member for each in self._built.residents],
             self._passes, self.device,
         )
-        order = [unit.name for unit in self._built.units]
-        self._plans = {False: Plan(), True: Plan()}
-        self._plans[False].expect(order)
-        self._plans[True].expect([*order, *reversed(order)])
+        self._plans: dict[tuple[nn.Module, bool], Plan] = {}
         self._finalizer = weakref.finalize(self, self._built.homes.close)
-        _managers[model] = self
+        _managers[model] = weakref.ref(self)
 
     # --- passes -----------------------------------------------------------------------------------
 
-    def begin_forward(self, root: nn.Module) -> None:
+    def begin_forward(self, module: nn.Module) -> None:
         """For `Passes`."""
         if torch.is_grad_enabled():
-            _refuse_processes(root)
-        self._followed.catch_up(root)
+            refuse_processes(module)
+        if next(module.children(), None) is not None:
+            self._followed.catch_up(self.model)
         if self._window.is_held and not self._materialized:
             self._window.reset()  # what Ctrl-C left
+        self._outermost = module
         self._use_plan(is_training=torch.is_grad_enabled())
         self._window.plan.rewind()
         self._expect()
@@ -173,7 +181,14 @@ class OffloadManager(PassEvents):
         self._mover.settle()
 
     def _use_plan(self, *, is_training: bool) -> None:
-        self._window.plan = self._plans[is_training]
+        """That of the module which was called last; the first time it is a guess."""
+        key = (self._outermost, is_training)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = Plan()
+            order = [unit.name for unit in self._passes.units_below(self._outermost)]
+            plan.expect([*order, *reversed(order)] if is_training else order)
+        self._window.plan = plan
 
     def _expect(self) -> None:
         """Reads from NVMe run ahead by the plan."""
@@ -389,7 +404,8 @@ class OffloadManager(PassEvents):
 
 def manager_of(model: nn.Module) -> OffloadManager | None:
     """Who manages a model, if anybody does."""
-    return _managers.get(model)
+    found = _managers.get(model)
+    return None if found is None else found()
 
 
 def _means(pattern: str, name: str) -> bool:
@@ -398,45 +414,3 @@ def _means(pattern: str, name: str) -> bool:
     return any(
         fnmatchcase(".".join(parts[:count]), pattern) for count in range(1, len(parts) + 1)
     )
-
-
-def _with_index(device: torch.device) -> torch.device:
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
-def _shares_memory(device: torch.device, unified_memory: bool | Literal["auto"]) -> bool:
-    """Whether host and device have one memory: then copies gain nothing."""
-    if unified_memory != "auto":
-        return unified_memory
-    if device.type == "cuda":
-        return bool(torch.cuda.get_device_properties(device).is_integrated)
-    return device.type == "mps"
-
-
-def _refuse_managed(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if module in _managers:
-            raise SwapUsageError(
-                f'"{name or "the model"}" is offloaded already',
-                fix="close() its manager first",
-            )
-        for attribute in ("_hf_hook", "_diffusers_hook"):
-            if hasattr(module, attribute):
-                raise SwapUsageError(
-                    f'"{name or "the model"}" has hooks of another offloading library '
-                    f"({attribute})",
-                    fix="remove them first (accelerate: remove_hook_from_module(recurse=True))",
-                )
-
-
-def _refuse_processes(model: nn.Module) -> None:
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return
-    if any(parameter.requires_grad for parameter in model.parameters()):
-        raise SwapUsageError(
-            f"{dist.get_world_size()} processes would each train a model of their own: nothing "
-            "here adds up gradients over them",
-            fix="use nvmeswap.zero3 or nvmeswap.deepspeed; requires_grad_(False) for inference",
-        )

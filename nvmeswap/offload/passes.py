@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from itertools import chain
 from types import FrameType
 from typing import Any
 
@@ -45,11 +46,11 @@ class _Call:
 class PassEvents:
     """What its owner does at the borders of passes."""
 
-    def begin_forward(self, root: nn.Module) -> None:
-        """The root is called, outside of backward. May raise."""
+    def begin_forward(self, module: nn.Module) -> None:
+        """A module is called, outside of backward and of other calls. May raise."""
 
     def end_forward(self, *, has_graph: bool) -> None:
-        """The root has returned; without a graph nothing will come back for its units."""
+        """It has returned; without a graph nothing will come back for its units."""
 
     def begin_backward(self) -> None:
         """The first sign of a backward pass."""
@@ -113,6 +114,11 @@ class Passes:
         for handle in handles:
             handle.remove()
 
+    def units_below(self, module: nn.Module) -> list[Unit]:
+        """The units that the modules below it need, in their order."""
+        needed = (self._needs.get(each, ()) for each in module.modules())
+        return list(dict.fromkeys(chain.from_iterable(needed)))
+
     @property
     def is_idle(self) -> bool:
         """Whether no call of this thread and no backward is under way."""
@@ -148,8 +154,7 @@ class Passes:
     def _begin_outermost(self, module: nn.Module) -> None:
         if self._held_by_nodes or self._task is not None:  # a backward that an error has ended
             self._abandon_backward()
-        if module is self._root:
-            self._events.begin_forward(module)
+        self._events.begin_forward(module)
 
     def _push_hooks(self) -> bool:
         if saved.are_allowed():
@@ -184,7 +189,6 @@ class Passes:
             call = stack.pop()
             has_failed = error is not None and error is not call.handled
             nodes = [] if has_failed else _nodes(output)
-            units = list(call.units)
             replaced = None
             shown = {} if has_failed else self._own_tensors(output)
             if stack:  # who gets them has them until it has returned as well
@@ -200,10 +204,8 @@ class Passes:
                 return None
             if has_failed and not isinstance(error, _EARLY_STOP):
                 self._events.fail()
-            elif module is self._root:
-                self._events.end_forward(has_graph=bool(nodes))
             else:
-                self._mover.await_copies(block for unit in units for block in unit.blocks)
+                self._events.end_forward(has_graph=bool(nodes))
             return replaced
 
     def _own_tensors(self, output: Any) -> dict[int, Unit]:

@@ -110,16 +110,13 @@ class Window:
             if is_planned:
                 self.plan.use(unit.name)
             self._have(unit)
-        unit.holds += 1
-        if unit.holds == 1:
-            try:
-                self._show(unit)
-            except BaseException:
-                unit.holds = 0
-                raise
-            self._move(unit, UnitState.IN_USE)
+        if unit.holds == 0:
             if is_planned:
-                self._look_ahead()
+                self._look_ahead(but=unit)  # before it is waited for: the drive is never idle
+            self._show(unit)
+        unit.holds += 1
+        if unit.state is not UnitState.IN_USE:
+            self._move(unit, UnitState.IN_USE)
 
     def let_go(self, unit: Unit, *, has_run: bool) -> None:
         """The end of a use; releases it unless its turn comes again at once. `has_run`: its forward
@@ -203,8 +200,7 @@ class Window:
     def _have(self, unit: Unit) -> None:
         if unit.state is UnitState.AWAY:
             self._make_room()
-            if not unit.is_ready:
-                self.late_count += 1
+            self.late_count += 1
             began = time.perf_counter()
             self._bring(unit)
             self.stall_s += time.perf_counter() - began
@@ -235,16 +231,27 @@ class Window:
         self.peak_nbytes = max(self.peak_nbytes, self.here_nbytes)
 
     def _show(self, unit: Unit) -> None:
+        """Wait for it, and have its tensors show the device. If it can't be had it is AWAY."""
+        try:
+            self._await(unit)
+        except BaseException:
+            if unit.state is UnitState.ARRIVING:
+                self.release(unit)
+            raise
+        if unit.state is UnitState.ARRIVING:
+            for _, managed in unit.tensors:
+                managed.show_device()
+
+    def _await(self, unit: Unit) -> None:
         if unit.state is UnitState.ARRIVING:
             for block, managed in unit.tensors:
                 if managed.was_changed:  # while it was on its way
                     self._mover.send_back(block, managed)
                     self._mover.refresh(block)
+        began = time.perf_counter()
         for block in unit.blocks:
             self._mover.await_arrival(block)
-        if unit.state is UnitState.ARRIVING:
-            for _, managed in unit.tensors:
-                managed.show_device()
+        self.stall_s += time.perf_counter() - began
 
     def _write_back(self, unit: Unit, *, has_run: bool) -> None:
         """Changes made on the device go to the home."""
@@ -289,16 +296,18 @@ class Window:
         while len(self._spare) > self._prefetch:
             self.release(max(self._spare, key=lambda unit: self.plan.next_use(unit.name)))
 
-    def _look_ahead(self) -> None:
-        """Bring the next ones, as far as there are places and the drive has them."""
+    def _look_ahead(self, *, but: Unit) -> None:
+        """Bring the next ones, as far as there are places beside this one and they can be had."""
+        spare = self._spare.keys() - {but}
         for name in islice(self.plan.rest(), 2 * self._prefetch + 1):
             unit = self._by_name[name]
             if unit.state is not UnitState.AWAY:
                 continue
-            if len(self._spare) >= self._prefetch or not unit.is_ready:
+            if len(spare) >= self._prefetch or not unit.is_ready:
                 return
             try:
                 self._bring(unit)
             except SwapIOError:
                 return  # it is for whoever uses that unit to hear of it
+            spare.add(unit)
             self.prefetch_count += 1

@@ -10,6 +10,7 @@ from torch import nn
 
 from nvmeswap.errors import SwapUsageError
 from nvmeswap.swap.shard import ShardSpec
+from nvmeswap.swap.weights import plain_name
 from nvmeswap.zero3 import fsdp
 
 
@@ -47,11 +48,6 @@ class Entry:
     @property
     def spec(self) -> ShardSpec:
         return ShardSpec(self.key, self.numel, self.store_dtype)
-
-
-def plain_name(name: str) -> str:
-    """A parameter's name without what torch.compile and activation checkpointing put into it."""
-    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 def _refuse_left_out(model: nn.Module, entries: list[Entry]) -> None:

@@ -22,6 +22,7 @@ from nvmeswap.errors import SwapUsageError
 from nvmeswap.memory.heap import release_freed_memory
 from nvmeswap.store.store import StoreRequest
 from nvmeswap.swap.params import PartitionedParamSwapper
+from nvmeswap.swap.weights import Weights, names_in_files
 from nvmeswap.zero3 import fsdp
 from nvmeswap.zero3.agreement import Agreement
 from nvmeswap.zero3.entries import Entry, entries_of
@@ -32,7 +33,6 @@ from nvmeswap.zero3.initialise import (
     initialise_modules,
     refuse_without_initialiser,
 )
-from nvmeswap.zero3.weights import Weights, names_in_files
 
 # Elements written at a time; where they are converted, two such pieces are in memory besides.
 _PIECE_NUMEL = 1 << 22

@@ -15,7 +15,7 @@ from torch import nn
 
 import nvmeswap.zero3
 from nvmeswap.errors import SwapManifestError, SwapPathError, SwapUsageError
-from nvmeswap.zero3.weights import Weights
+from nvmeswap.swap.weights import Weights
 from tests.zero3.cases import Case, build
 from tests.zero3.meta_ranks import on_meta, save_in_two
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from nvmeswap.errors import SwapUsageError
+from nvmeswap.swap.weights import plain_name
 from nvmeswap.zero3 import fsdp
-from nvmeswap.zero3.entries import plain_name
 from nvmeswap.zero3.tensor import SwappedTensor
 
 

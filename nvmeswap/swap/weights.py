@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from nvmeswap.errors import SwapManifestError, SwapUsageError
 from nvmeswap.swap.state_file import StateFileReader, TensorShape
-from nvmeswap.zero3.entries import plain_name
 
 _INDEX = "*.safetensors.index.json"
 # Elements read at a time where they are converted: what that takes besides the result.
@@ -88,6 +87,11 @@ class Weights:
             reader.close()
 
 
+def plain_name(name: str) -> str:
+    """A parameter's name without what torch.compile and activation checkpointing put into it."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
 def names_in_files(model: nn.Module, weights: Weights) -> dict[int, str]:
     """For the id of each parameter and persistent buffer its name in the files; of tied names, the
     first one that is there.
@@ -99,7 +103,7 @@ def names_in_files(model: nn.Module, weights: Weights) -> dict[int, str]:
     found: dict[int, str] = {}
     missing: dict[int, str] = {}
     unexpected = dict.fromkeys(stored)
-    for name, tensor in _to_load(model):
+    for name, tensor in tensors_to_load(model):
         unexpected.pop(name, None)
         if id(tensor) in found:
             continue
@@ -125,8 +129,8 @@ def names_in_files(model: nn.Module, weights: Weights) -> dict[int, str]:
     return found
 
 
-def _to_load(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """By all names, tied ones included."""
+def tensors_to_load(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers, by all names, tied ones included."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         saved = {
             name: buffer
