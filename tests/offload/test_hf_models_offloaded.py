@@ -89,8 +89,9 @@ def speak(model: Any) -> torch.Tensor:
 
 @each_model
 @each_tier
-@pytest.mark.parametrize("granularity", ["leaf", "block"])
-@pytest.mark.parametrize("checkpointing", [None, False, True])
+@pytest.mark.parametrize(
+    "granularity, checkpointing", [("leaf", None), ("block", False), ("block", True)]
+)
 def test_training_and_generating_equal(
     manage: Manage, tier: str, name: str, granularity: str, checkpointing: bool | None
 ) -> None:

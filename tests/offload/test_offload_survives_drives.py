@@ -84,7 +84,7 @@ def test_read_error_names_the_file_and_the_cause(manage: Manage, engines: list[E
     assert torch.equal(model(input_of(0)), on_disk()(input_of(0)))
 
 
-@pytest.mark.parametrize("script", ["read * short 4096", "read * busy", "seed 3 rate 20 late,short",
+@pytest.mark.parametrize("script", ["read * short 4096", "read * busy", "seed 3 rate 50 late,delay",
                                     "read * delay 3", "read * late 2"])
 def test_reads_that_come_in_parts_or_late_are_whole(
     manage: Manage, engines: list[Engine], script: str
