@@ -17,7 +17,7 @@ import torch
 
 from nvmeswap.errors import SwapChecksumError, SwapTimeoutError, SwapUsageError
 from nvmeswap.offload.homes import BlockHome
-from nvmeswap.offload.layout import BlockLayout, Place, give_data
+from nvmeswap.offload.layout import BlockLayout, Place, Segment, give_data
 from nvmeswap.offload.storage import coming_storage
 from nvmeswap.offload.units import Member
 from nvmeswap.store.store import StoreRequest
@@ -62,11 +62,15 @@ class ManagedTensor:
         self.is_on_device = False
 
     @property
+    def shown(self) -> torch.Tensor:
+        """What its data ought to be now."""
+        return self.on_device if self.is_on_device else self.at_home
+
+    @property
     def was_changed(self) -> bool:
         """Whether somebody wrote to it, or gave it other data, since it was in step."""
-        shown = self.on_device if self.is_on_device else self.at_home
         tensor = self.tensor
-        return tensor._version != self.version or tensor.data_ptr() != shown.data_ptr()
+        return tensor._version != self.version or tensor.data_ptr() != self.shown.data_ptr()
 
     def may_have_changed_unseen(self) -> bool:
         """True of buffers that layers change without counting."""
@@ -80,13 +84,17 @@ class ManagedTensor:
         """What it shows and its home have the same values now."""
         self.is_unset = False
         self.version = self.tensor._version
-        if self.was_changed:  # it was given other data
-            self.tensor.data = self.on_device if self.is_on_device else self.at_home
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether it was given data of another kind."""
+        tensor = self.tensor
+        return tensor.dtype is not self.place.dtype or tensor.shape != self.place.shape
 
     def refuse_conversion(self) -> None:
         """Raise SwapUsageError if it was given data of another kind."""
         tensor = self.tensor
-        if tensor.dtype is not self.place.dtype or tensor.shape != self.place.shape:
+        if self.is_converted:
             raise SwapUsageError(
                 f"{self.member.name} was {self.place.dtype} {tuple(self.place.shape)} when the "
                 f"model was offloaded, and is {tensor.dtype} {tuple(tensor.shape)} now",
@@ -108,12 +116,12 @@ class Block:
         self.storage = self.memory.storage
         self.bytes = _all_of(self.storage)
         self.tensors: list[ManagedTensor] = []
-        stand_ins: dict[object, torch.UntypedStorage] = {}
+        self.stand_ins: dict[Segment, torch.UntypedStorage] = {}
         for member, place in zip(members, layout.places, strict=True):
             segment = place.segment
-            if segment not in stand_ins:
-                stand_ins[segment] = home.stand_in(segment)
-            at_home = place.in_segment(stand_ins[segment])
+            if segment not in self.stand_ins:
+                self.stand_ins[segment] = home.stand_in(segment)
+            at_home = place.in_segment(self.stand_ins[segment])
             on_device = place.in_block(self.storage, device)
             first_device = torch.device("cpu") if member.tensor.is_meta else member.tensor.device
             self.tensors.append(ManagedTensor(member, place, on_device, at_home, first_device))
@@ -222,35 +230,57 @@ class Mover:
 
     def send_back(self, block: Block, managed: ManagedTensor) -> None:
         """Make what a tensor shows the value of its home; on a GPU the home has it after `settle`,
-        except for NVMe, which is waited for. Raises SwapWriteError and its kin."""
+        except for NVMe, where the whole block is written, and waited for. Raises SwapWriteError and
+        its kin."""
         managed.refuse_conversion()
         with torch.no_grad(), _normal_mode():
-            self._send(block, managed)
-        managed.in_step()
+            self._take_other_data(managed)
+            if block.home.is_in_memory:
+                self._to_memory(block, managed)
+                managed.in_step()
+                return
+            self.out_nbytes += block.nbytes
+            for request in block.home.write(0, self._values(block, managed)):
+                request.wait()
+            for each in block.tensors:
+                if each.is_on_device == managed.is_on_device:
+                    each.in_step()
 
-    def _send(self, block: Block, managed: ManagedTensor) -> None:
-        shown, place = managed.tensor.data, managed.place
-        if shown.data_ptr() == managed.at_home.data_ptr() and block.home.is_in_memory:
+    def _take_other_data(self, managed: ManagedTensor) -> None:
+        """If it was given other data, put that where its own is."""
+        shown, place, own = managed.tensor.data, managed.place, managed.shown
+        if shown.data_ptr() == own.data_ptr():
             return
-        self.out_nbytes += place.span_nbytes
-        if shown.stride() != place.stride:  # it was given other data
+        if shown.stride() != place.stride:
             shown = torch.empty_strided(
                 place.shape, place.stride, dtype=place.dtype, device=shown.device
             ).copy_(shown)
-        if managed.is_on_device and managed.tensor.data_ptr() != managed.on_device.data_ptr():
-            span_of(managed.on_device, place).copy_(span_of(shown, place))
-        if not block.home.is_in_memory:
-            # The drive reads and writes while pages of a mapped stand-in must not be its source.
-            values = span_of(shown, place).to("cpu", copy=True)
-            for request in block.home.write(place.begin_bytes, values):
-                request.wait()
-        elif self._out_stream is None or not shown.is_cuda:
-            span_of(managed.at_home, place).copy_(span_of(shown, place))
-        else:
-            with self.behind_current_stream() as stream:
-                span_of(managed.at_home, place).copy_(span_of(shown, place), non_blocking=True)
-                shown.record_stream(stream)
-                block.sent = stream.record_event()
+        span_of(own, place).copy_(span_of(shown, place))
+        managed.tensor.data = own
+
+    def _to_memory(self, block: Block, managed: ManagedTensor) -> None:
+        if not managed.is_on_device:
+            return  # the home itself
+        place = managed.place
+        self.out_nbytes += place.span_nbytes
+        source, target = span_of(managed.on_device, place), span_of(managed.at_home, place)
+        if self._out_stream is None:
+            target.copy_(source)
+            return
+        with self.behind_current_stream() as stream:
+            target.copy_(source, non_blocking=True)
+            block.sent = stream.record_event()
+
+    def _values(self, block: Block, managed: ManagedTensor) -> torch.Tensor:
+        """All bytes of a block, from where this tensor is, in memory of their own: pages of a
+        mapped file can't be the source of a direct write to it."""
+        if managed.is_on_device:
+            return block.bytes.to("cpu", copy=True)
+        values = torch.zeros(block.nbytes, dtype=torch.uint8, device="cpu")
+        for segment, storage in block.stand_ins.items():
+            begin = segment.offset_bytes
+            values[begin : begin + segment.nbytes].copy_(_all_of(storage))
+        return values
 
     @contextlib.contextmanager
     def behind_current_stream(self) -> Iterator[torch.cuda.Stream]:

@@ -250,12 +250,13 @@ def _block_plans(cut: UnitCut, settings: Settings) -> list[_BlockPlan]:
     on_nvme = [group for group in groups if all(settings.is_on_nvme(member) for member in group)]
     in_ram = [group for group in groups if group not in on_nvme]
     plans = []
-    for kind, chosen, alignment in (
-        ("nvme", on_nvme, NVME_ALIGNMENT_NBYTES),
-        ("ram", in_ram, TENSOR_ALIGNMENT_NBYTES),
-    ):
+    for kind, chosen in (("nvme", on_nvme), ("ram", in_ram)):
         members = [member for group in chosen for member in group]
         if members:
+            is_updated = kind == "nvme" and any(
+                member.tensor.requires_grad and not member.is_buffer for member in members
+            )
+            alignment = NVME_ALIGNMENT_NBYTES if is_updated else TENSOR_ALIGNMENT_NBYTES
             layout = lay_out([member.tensor for member in members], alignment_nbytes=alignment)
             name = f"{cut.name or 'root'}:{kind}"
             plans.append(_BlockPlan(name, members, layout, kind == "nvme"))
@@ -346,6 +347,8 @@ def _move(group: list[Member], device: torch.device, values: Values | None) -> l
 def _give_back(block: Block) -> None:
     storages: dict[object, torch.UntypedStorage] = {}
     for managed in block.tensors:
+        if managed.is_converted:
+            continue  # by the user, into memory of its own
         segment = managed.place.segment
         device = managed.first_device
         if segment not in storages:

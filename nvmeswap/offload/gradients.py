@@ -9,7 +9,9 @@ two parts, where torch adds them up first.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -63,14 +65,15 @@ class GradientTraffic:
 
     def watch(self, trained: list[tuple[Unit, ManagedTensor]]) -> None:
         """From now on their gradients leave the device."""
+        # Weakly: the garbage collector does not see what a tensor's hooks refer to.
+        comes, came = weakref.WeakMethod(self._comes), weakref.WeakMethod(self._came)
         for unit, managed in trained:
-            record = _Record(unit, managed)
             tensor = managed.tensor
+            record = self._records[id(tensor)] = _Record(unit, managed)
             record.handles = [
-                tensor.register_hook(partial(self._comes, record)),
-                tensor.register_post_accumulate_grad_hook(partial(self._came, record)),
+                tensor.register_hook(partial(_call, comes, id(tensor))),
+                tensor.register_post_accumulate_grad_hook(partial(_call, came, id(tensor))),
             ]
-            self._records[id(tensor)] = record
             self._largest_nbytes = max(self._largest_nbytes, tensor.nbytes)
         if self._mover.on_gpu and self._pin_memory:
             self._take_memory()
@@ -98,25 +101,28 @@ class GradientTraffic:
 
     # --- in backward ------------------------------------------------------------------------------
 
-    def _comes(self, record: _Record, gradient: torch.Tensor) -> None:
+    def _comes(self, key: int, gradient: torch.Tensor) -> None:
         """Before it is accumulated: what is held must not be on another device."""
         with self._lock:
+            record = self._records[key]
             tensor = record.managed.tensor
-            self._touched[id(tensor)] = record
-            if tensor.grad is not None:
-                record.held = tensor.grad
-                tensor.grad = None
+            if self._mover.on_gpu:
+                self._touched[id(tensor)] = record
+                if tensor.grad is not None:
+                    record.held = tensor.grad
+                    tensor.grad = None
             if _comes_last(record) and not record.is_held:
                 self._window.hold(record.unit, is_planned=False)
                 record.is_held = True
 
-    def _came(self, record: _Record, tensor: torch.Tensor) -> None:
+    def _came(self, key: int, tensor: torch.Tensor) -> None:
         with self._lock:
+            record = self._records[key]
             if record.is_held:
                 record.is_held = False
                 self._window.let_go(record.unit, has_run=False)
             gradient = tensor.grad
-            if gradient is None:
+            if gradient is None or not gradient.is_cuda:
                 return
             tensor.grad = None
             task = current_task()
@@ -130,8 +136,6 @@ class GradientTraffic:
                 record.part = record.part + gradient.to("cpu")
 
     def _to_host(self, record: _Record, gradient: torch.Tensor) -> torch.Tensor:
-        if not gradient.is_cuda:
-            return gradient
         if record.held is not None and len(self._arenas) == 1:
             self._take_memory()  # gradients are accumulated
         free = [memory for memory in record.memories if _is_free(memory)]
@@ -183,6 +187,16 @@ class GradientTraffic:
                     tensor.grad = record.held
                 record.held = None
 
+    def forget_pass(self) -> None:
+        """Backward has failed: what came of it is not part of any gradient, nor is what was hidden
+        meanwhile, for all that is known of it (the user may have set it to None)."""
+        with self._lock:
+            for record in self._records.values():
+                self._arrive(record)
+                record.part = record.held = None
+                record.is_held = False
+            self._touched = {}
+
     def close(self) -> None:
         """Watch nothing any more."""
         self.finish()
@@ -193,6 +207,12 @@ class GradientTraffic:
         for arena in self._arenas:
             arena.close()
         self._arenas.clear()
+
+
+def _call(method: weakref.WeakMethod[Callable[..., None]], key: int, tensor: torch.Tensor) -> None:
+    found = method()
+    if found is not None:
+        found(key, tensor)
 
 
 def _comes_last(record: _Record) -> bool:

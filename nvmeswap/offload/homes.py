@@ -24,7 +24,7 @@ from nvmeswap.swap.params import ParamPlacement, PartitionedParamSwapper
 from nvmeswap.swap.shard import ShardSpec
 from nvmeswap.swap.space import Placement, PoolRequest, SwapSpace, new_run_name
 
-# Places in an NVMe home begin at multiples of this, so that each can be written alone.
+# Trained tensors begin at multiples of this in an NVMe home, so that each can be written alone.
 NVME_ALIGNMENT_NBYTES = 4096
 _ANY_SIZE = 1 << 62
 

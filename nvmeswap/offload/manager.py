@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nvmeswap.config import AioConfig, SwapBlock
-from nvmeswap.errors import SwapUsageError
+from nvmeswap.errors import SwapClosedError, SwapUsageError
 from nvmeswap.offload.block import Block, ManagedTensor, Mover
 from nvmeswap.offload.build import (
     Settings,
@@ -119,30 +119,39 @@ class OffloadManager(PassEvents):
         refuse_managed(model, _managers)
         refuse_processes(model)
         self._lock = threading.RLock()
-        with torch.inference_mode(False), torch.no_grad():
-            self._built = build(model, self._settings, values)
         self._model = weakref.ref(model)
-        self._mover = Mover(self.device)
-        self._window = Window(self._built.units, self._mover, prefetch=prefetch)
-        for unit in choose_staying(self._built.units, keep_resident_bytes):
-            unit.stays = True
-        self._gradients = GradientTraffic(
-            self._mover, self._window, pin_memory=pin_memory, lock=self._lock
-        )
-        self._trained = {managed for _, managed in self._built.trained}
-        self._gradients.watch(self._built.trained)
-        self._materialized = 0
         self._outermost = model
-        self._passes = Passes(
-            model, self._built.needs, self._window, self._mover, self, self._lock
-        )
-        self._followed = StructureChanges(
-            model, self._built.units, [each.member for each in self._built.residents],
-            self._passes, self.device,
-        )
+        self._materialized = 0
         self._plans: dict[tuple[nn.Module, bool], Plan] = {}
-        self._finalizer = weakref.finalize(self, self._built.homes.close)
-        _managers[model] = weakref.ref(self)
+        self._mover = Mover(self.device)
+        with contextlib.ExitStack() as undo:
+            with torch.inference_mode(False), torch.no_grad():
+                self._built = build(model, self._settings, values)
+            undo.callback(self._built.homes.close)
+            undo.callback(restore_all, self._built)
+            self._window = Window(self._built.units, self._mover, prefetch=prefetch)
+            if self.device.type == "cpu":
+                keep_resident_bytes += max_in_cpu
+            for unit in choose_staying(self._built.units, keep_resident_bytes):
+                unit.stays = True
+            self._trained = {managed for _, managed in self._built.trained}
+            self._gradients = GradientTraffic(
+                self._mover, self._window, pin_memory=pin_memory, lock=self._lock
+            )
+            undo.callback(self._gradients.close)
+            self._gradients.watch(self._built.trained)
+            self._passes = Passes(
+                model, self._built.needs, self._window, self._mover, self, self._lock
+            )
+            self._followed = StructureChanges(
+                model, self._built.units, [each.member for each in self._built.residents],
+                self._passes, self.device,
+            )
+            undo.callback(self._passes.unfollow)
+            self._passes.follow_all()
+            self._finalizer = weakref.finalize(self, self._built.homes.close)
+            _managers.update(dict.fromkeys(model.modules(), weakref.ref(self)))
+            undo.pop_all()
 
     # --- passes -----------------------------------------------------------------------------------
 
@@ -178,6 +187,7 @@ class OffloadManager(PassEvents):
     def fail(self) -> None:
         """For `Passes`."""
         self._window.release_all()
+        self._gradients.forget_pass()
         self._mover.settle()
 
     def _use_plan(self, *, is_training: bool) -> None:
@@ -211,6 +221,7 @@ class OffloadManager(PassEvents):
     def load(self) -> None:
         """Bring all that is not trained to the device, until `release`; the copies go on behind
         what is queued."""
+        self._check_open()
         with self._lock:
             self._expect()
             self._window.bring_all(
@@ -219,6 +230,7 @@ class OffloadManager(PassEvents):
 
     def prefetch(self) -> None:
         """Start to read from NVMe what is used first; does not wait."""
+        self._check_open()
         with self._lock:
             self._expect()
 
@@ -256,6 +268,7 @@ class OffloadManager(PassEvents):
         Names of modules or tensors, or patterns; none: all. Raises SwapUsageError for an unknown
         one.
         """
+        self._check_open()
         chosen = self._chosen(names)
         held: list[Unit] = []
         with self._lock:
@@ -349,9 +362,9 @@ class OffloadManager(PassEvents):
         window, mover = self._window, self._mover
         return OffloadStats(
             unit_count=len(window.units),
-            resident_nbytes=window.here_nbytes,
+            resident_nbytes=sum(unit.nbytes for unit in window.here),
             peak_resident_nbytes=window.peak_nbytes,
-            resident_unit_count=window.here_count,
+            resident_unit_count=len(window.here),
             peak_resident_unit_count=window.peak_count,
             in_nbytes=mover.in_nbytes,
             out_nbytes=mover.out_nbytes,
@@ -380,8 +393,8 @@ class OffloadManager(PassEvents):
             restore_all(self._built)
         self._passes.unfollow()
         self._gradients.close()
-        if model is not None:
-            _managers.pop(model, None)
+        for module in [] if model is None else list(model.modules()):
+            _managers.pop(module, None)
         self._finalizer()
 
     def __enter__(self) -> OffloadManager:
@@ -395,7 +408,12 @@ class OffloadManager(PassEvents):
     ) -> None:
         self.close()
 
+    def _check_open(self) -> None:
+        if not self._finalizer.alive:
+            raise SwapClosedError("the manager is closed", fix="offload the model again")
+
     def _check_idle(self) -> None:
+        self._check_open()
         if not self._passes.is_idle:
             raise SwapUsageError(
                 "the model is running", fix="call this outside of its forward and backward"
@@ -403,7 +421,7 @@ class OffloadManager(PassEvents):
 
 
 def manager_of(model: nn.Module) -> OffloadManager | None:
-    """Who manages a model, if anybody does."""
+    """Who manages a model, or the one that it is a part of, if anybody does."""
     found = _managers.get(model)
     return None if found is None else found()
 

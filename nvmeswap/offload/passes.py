@@ -59,7 +59,7 @@ class PassEvents:
         """A backward pass is over, and so is the use of all units."""
 
     def fail(self) -> None:
-        """An exception leaves the outermost call."""
+        """An exception leaves the outermost call, or has ended a backward pass."""
 
 
 class Passes:
@@ -92,7 +92,10 @@ class Passes:
         self._handles: list[Any] = []
         self._enter = torch.compiler.disable(self._entered)
         self._leave = torch.compiler.disable(self._left)
-        for module in {root: None, **self._needs}:
+
+    def follow_all(self) -> None:
+        """Hook the root, and all modules that need units."""
+        for module in {self._root: None, **self._needs}:
             self.follow(module)
 
     def follow(self, module: nn.Module, units: Sequence[Unit] = ()) -> None:
@@ -314,7 +317,7 @@ class Passes:
             handle.remove()
         self._held_by_nodes.clear()
         self._window.reset()
-        self._events.end_backward()
+        self._events.fail()
 
     def abandon(self) -> None:
         """Whatever an exception left half done: nobody uses anything any more."""

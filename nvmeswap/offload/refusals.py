@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nvmeswap.errors import SwapUsageError
+from nvmeswap.errors import SwapConfigError, SwapUsageError
 
 
 def with_index(device: torch.device) -> torch.device:
@@ -21,6 +21,11 @@ def with_index(device: torch.device) -> torch.device:
 
 def shares_memory(device: torch.device, unified_memory: bool | Literal["auto"]) -> bool:
     """Whether host and device have one memory: then copies gain nothing."""
+    if unified_memory not in ("auto", True, False):
+        raise SwapConfigError(
+            f"unified_memory is {unified_memory!r}", key="unified_memory",
+            fix='use "auto", True or False',
+        )
     if unified_memory != "auto":
         return unified_memory
     if device.type == "cuda":

@@ -89,10 +89,10 @@ class Window:
         self._mover = mover
         self._prefetch = prefetch
         self._by_name = {unit.name: unit for unit in units}
+        self._here: dict[Unit, None] = {}
         self._spare: dict[Unit, None] = {}  # on the device, held by nobody, and not staying
         self._visitors: dict[Unit, None] = {}  # that stay until all are released
         self._backward_unit: Unit | None = None
-        self.here_count = self.here_nbytes = 0
         self.peak_count = self.peak_nbytes = 0
         self.bring_count = self.prefetch_count = self.late_count = 0
         self.stall_s = 0.0
@@ -171,6 +171,11 @@ class Window:
                 self.release(unit)
 
     @property
+    def here(self) -> list[Unit]:
+        """The units on the device."""
+        return list(self._here)
+
+    @property
     def is_held(self) -> bool:
         """Whether anything is."""
         return any(unit.holds for unit in self.units)
@@ -178,6 +183,7 @@ class Window:
     def reset(self) -> None:
         """Nobody holds anything, whatever an exception left half done."""
         self._backward_unit = None
+        self._here = {unit: None for unit in self.units if unit.state is not UnitState.AWAY}
         for unit in self.units:
             unit.holds = 0
             if unit.state is UnitState.IN_USE:
@@ -188,11 +194,12 @@ class Window:
                         self._mover.drop(block)
 
     def take_in_edits(self) -> None:
-        """What was written to tensors that are away goes to their homes."""
+        """What was written to tensors that are away goes to their homes; one that was converted is
+        its own."""
         for unit in self.units:
             if unit.state is UnitState.AWAY:
                 for block, managed in unit.tensors:
-                    if managed.was_changed:
+                    if managed.was_changed and not managed.is_converted:
                         self._mover.send_back(block, managed)
 
     # --- coming and going -------------------------------------------------------------------------
@@ -225,10 +232,9 @@ class Window:
             raise
         self._move(unit, UnitState.ARRIVING)
         self.bring_count += 1
-        self.here_count += 1
-        self.here_nbytes += unit.nbytes
-        self.peak_count = max(self.peak_count, self.here_count)
-        self.peak_nbytes = max(self.peak_nbytes, self.here_nbytes)
+        here = self.here
+        self.peak_count = max(self.peak_count, len(here))
+        self.peak_nbytes = max(self.peak_nbytes, sum(unit.nbytes for unit in here))
 
     def _show(self, unit: Unit) -> None:
         """Wait for it, and have its tensors show the device. If it can't be had it is AWAY."""
@@ -269,13 +275,15 @@ class Window:
         for block in unit.blocks:
             self._mover.drop(block)
         self._move(unit, UnitState.AWAY)
-        self.here_count -= 1
-        self.here_nbytes -= unit.nbytes
 
     def _move(self, unit: Unit, to: UnitState) -> None:
         assert to in LEGAL_MOVES[unit.state], f"{unit.name}: {unit.state.name} -> {to.name}"
         assert (to is UnitState.IN_USE) == (unit.holds > 0), f"{unit.name}: {unit.holds} holds"
         unit.state = to
+        if to is UnitState.AWAY:
+            self._here.pop(unit, None)
+        else:
+            self._here[unit] = None
         if to in (UnitState.ARRIVING, UnitState.IDLE) and not self._stays(unit):
             self._spare[unit] = None
         else:

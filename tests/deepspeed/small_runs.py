@@ -7,7 +7,6 @@ import functools
 import gc
 import importlib
 import json
-import multiprocessing
 import os
 import re
 import subprocess
@@ -16,7 +15,6 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -28,7 +26,8 @@ from nvmeswap.deepspeed.optimizer_swapper import OptimizerSwapper
 from nvmeswap.deepspeed.param_swapper import ParameterSwapper
 from nvmeswap.errors import SwapError
 from nvmeswap.io import Engine
-from tests.deepspeed.launch import environment  # which has DeepSpeed imported beforehand
+from tests.deepspeed.launch import be_quick
+from tests.launch import start
 
 MIB = 1 << 20
 ODD_WIDTHS = (512, 515, 513, 517)  # no layer's elements fill a sector
@@ -180,11 +179,8 @@ def outcomes_of_cases(module: str, folder: Path) -> dict[str, str | None]:
     mount = ["mount", "-t", "tmpfs", "-o", "size=400m", "tmpfs", str(folder)]
     if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("can't mount a tmpfs")
-    process = multiprocessing.get_context("forkserver").Process(
-        target=run_cases, args=(module, folder))
     try:
-        with patch.dict(os.environ, environment()):
-            process.start()
+        process = start(run_cases, module, folder)
         process.join(600)
         process.kill()
         outcomes: dict[str, str | None] = json.loads((folder / "outcomes").read_text())
@@ -195,13 +191,11 @@ def outcomes_of_cases(module: str, folder: Path) -> dict[str, str | None]:
 
 def run_cases(module: str, folder: Path) -> None:
     """Of the module, one after the other; what becomes of them goes to the file "outcomes"."""
-    import deepspeed
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-    # Else DeepSpeed compiles its collectives in shared memory, for a minute.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    be_quick()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     install_with_faults()
     outcomes: dict[str, str | None] = {}

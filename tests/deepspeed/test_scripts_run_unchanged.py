@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from tests.deepspeed.cases import CASES, PIPELINED, Case, Json, merged, offload, zero
-from tests.deepspeed.launch import environment, run_ranks
+from tests.deepspeed.launch import run_ranks
+from tests.launch import environment
 from tests.oracle import Run, first_difference
 
 SCRIPT = Path(__file__).with_name("script.py")

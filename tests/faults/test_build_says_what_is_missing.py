@@ -88,7 +88,8 @@ def test_build_without_a_compiler_names_it(tmp_path: Path) -> None:
 @needs_compiler
 @pytest.mark.parametrize(
     ("flags", "word"),
-    (({"CC": "cc -nostdinc"}, "apt-get install"), ({"LDFLAGS": "-lno_such_library"}, "no_such")),
+    (({"CC": "cc -nostdinc"}, "apt-get install"),
+     ({"LDFLAGS": "-lno_such_library", "CFLAGS": "-O0"}, "no_such")),
     ids=("compiling", "linking"),
 )
 def test_install_that_can_not_build_the_engine_fails_and_leaves_none(

@@ -30,6 +30,8 @@ TIMEOUT_S = 0.2  # what never comes is waited for once
 ACTIONS = ("short", "errno", "refuse", "busy", "delay", "late", "flip", "never")
 BACKENDS = ("uring", "aio", "posix", "skeleton")
 BATCH = 50
+# Seeds in a run; NVMESWAP_SEEDS=1000 tries more.
+SEEDS = int(os.environ.get("NVMESWAP_SEEDS", "100"))
 # EINVAL is one of the faults.
 pytestmark = pytest.mark.filterwarnings("ignore:direct I/O was refused")
 
@@ -193,7 +195,7 @@ def run_store(seed: int, folder: Path, probe: FolderProbe) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("first_seed", range(0, 200, BATCH))
+@pytest.mark.parametrize("first_seed", range(0, SEEDS, BATCH))
 def test_store_and_pool_under_any_faults_lose_neither_bytes_nor_slots(
     tmp_path: Path, probe: FolderProbe, first_seed: int
 ) -> None:
@@ -284,7 +286,7 @@ def run_swapper(seed: int, folder: Path, engines: list[Engine]) -> None:
             get(key, sound=True)
 
 
-@pytest.mark.parametrize("first_seed", range(0, 100, BATCH))
+@pytest.mark.parametrize("first_seed", range(0, SEEDS // 2, BATCH))
 def test_swapper_under_any_faults_returns_what_it_was_given_or_says_so(
     tmp_path: Path, engines: list[Engine], first_seed: int
 ) -> None:

@@ -19,15 +19,37 @@ SCHEDULES = [Path(__file__).with_name(f"native_{part}.c") for part in ("schedule
 PROCESS_COUNT = 8
 
 
-def build(program: Path, sources: list[Path], *flags: str) -> Path:
-    compiler = shutil.which("gcc") or pytest.skip("no gcc")
-    command = [
-        compiler, "-std=c11", "-g", "-Wall", "-Wextra", "-Werror", *flags,
-        *map(str, (*sorted(NATIVE.glob("*.c")), *sources)),
-        "-laio", "-luring", "-lpthread", "-o", str(program),
-    ]
-    subprocess.run(command, check=True)
-    return program
+SANITIZERS = ("address,undefined", "thread")
+
+
+class Programs:
+    """Built of the engine and some files; the engine is compiled once for each set of flags."""
+
+    def __init__(self, folder: Path) -> None:
+        self.compiler = shutil.which("gcc") or pytest.skip("no gcc")
+        self.folder = folder
+        self.engines: dict[tuple[str, ...], list[Path]] = {}
+
+    def build(self, name: str, sources: list[Path], *flags: str) -> Path:
+        if flags not in self.engines:
+            objects = self.folder / f"engine{len(self.engines)}"
+            objects.mkdir()
+            self.run("-c", *flags, *map(str, sorted(NATIVE.glob("*.c"))), folder=objects)
+            self.engines[flags] = sorted(objects.iterdir())
+        program = self.folder / f"{name}{len(self.engines)}"
+        parts = map(str, (*self.engines[flags], *sources))
+        self.run(*flags, *parts, "-laio", "-luring", "-lpthread", "-o", str(program))
+        return program
+
+    def run(self, *arguments: str, folder: Path | None = None) -> None:
+        command = [self.compiler, "-std=c11", "-g", "-Wall", "-Wextra", "-Werror",
+                   f"-I{NATIVE}", *arguments]
+        subprocess.run(command, check=True, cwd=folder)
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
+    return Programs(tmp_path_factory.mktemp("programs"))
 
 
 def sanitizing(sanitizer: str) -> tuple[str, ...]:
@@ -62,12 +84,12 @@ def run_schedules(program: Path, folders: list[Path], count: int) -> None:
     assert [output for output, _ in ended] == [f"{count} schedules\n"] * len(folders)
 
 
-@pytest.mark.parametrize("sanitizer", ("address,undefined", "thread"))
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_threads_under_faults_leave_no_trace_in_the_sanitizers(
-    tmp_path: Path, sanitizer: str
+    programs: Programs, tmp_path: Path, sanitizer: str
 ) -> None:
     """Else a byte too many, a use after free or a race shows up as a wrong weight one day."""
-    program = build(tmp_path / "native_stress", [STRESS], *sanitizing(sanitizer))
+    program = programs.build("native_stress", [STRESS], *sanitizing(sanitizer))
     command = ["setarch", "-R", str(program), str(tmp_path / "stress.swp")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
@@ -75,21 +97,21 @@ def test_threads_under_faults_leave_no_trace_in_the_sanitizers(
 
 @pytest.mark.slow
 def test_ten_thousand_schedules_bring_no_wrong_byte_no_hang_and_no_leak(
-    tmp_path: Path, memory_path: Path
+    programs: Programs, tmp_path: Path, memory_path: Path
 ) -> None:
     """Else some order of faults that nobody thought of corrupts weights or stops a run for good.
     field case A07, A08"""
-    program = build(tmp_path / "native_schedules", SCHEDULES, "-O2", "-ftree-vectorize")
+    program = programs.build("native_schedules", SCHEDULES, "-O2", "-ftree-vectorize")
     run_schedules(program, [memory_path] * PROCESS_COUNT, 10_000 // PROCESS_COUNT)
     # A drive answers in another order than memory, and insists on alignment.
     run_schedules(program, [tmp_path] * PROCESS_COUNT, 50)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sanitizer", ("address,undefined", "thread"))
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_schedules_leave_no_trace_in_the_sanitizers(
-    tmp_path: Path, memory_path: Path, sanitizer: str
+    programs: Programs, memory_path: Path, sanitizer: str
 ) -> None:
     """Else memory of a request is lost or used too long on a path that only a fault takes."""
-    program = build(tmp_path / "native_schedules", SCHEDULES, *sanitizing(sanitizer))
+    program = programs.build("native_schedules", SCHEDULES, *sanitizing(sanitizer))
     run_schedules(program, [memory_path] * 4, 125)

@@ -84,24 +84,32 @@ def train(model: nn.Module, optimizer: Any, first: int, count: int) -> list[floa
 
 def everything(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
     """All weights, exact values and states, unsharded, by name; buffers."""
-    values = {
-        name: value.full_tensor().clone() if isinstance(value, DTensor) else value.clone()
-        for name, value in model.state_dict().items()
-    }
+    parts, values = {}, {}
+    for name, value in model.state_dict().items():
+        if isinstance(value, DTensor):
+            parts[name] = value.to_local().clone()
+        else:
+            values[name] = value.clone()
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         for state in ("master", "exp_avg", "exp_avg_sq"):
-            shard = optimizer.read_state(parameter, state)
-            whole = DTensor.from_local(
-                shard, parameter.device_mesh, parameter.placements,
-                shape=parameter.shape, stride=parameter.stride(),
-            )
-            values[f"{name}/{state}"] = whole.full_tensor().clone()
-        steps = [None] * dist.get_world_size()
-        dist.all_gather_object(steps, optimizer.state.get(parameter, {}).get("step"))
-        values[f"{name}/step"] = next(step for step in steps if step is not None)
-    return values
+            parts[f"{name}/{state}"] = optimizer.read_state(parameter, state)
+        parts[f"{name}/step"] = optimizer.state.get(parameter, {}).get("step")
+    return values | unsharded(parts, next(model.parameters()).device_mesh)
+
+
+def unsharded(parts: dict[str, Any], mesh: DeviceMesh) -> dict[str, torch.Tensor]:
+    """Of each rank's parts of tensors, cut along their first dimension, and steps, which not every
+    rank has. One exchange for all: `full_tensor` takes milliseconds a tensor."""
+    group = mesh.get_group(mesh.ndim - 1)
+    of_ranks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(of_ranks, parts, group=group)
+    whole = {}
+    for name in parts:
+        found = [each[name] for each in of_ranks if each[name] is not None]
+        whole[name] = found[0] if name.endswith("/step") else torch.cat(found)
+    return whole
 
 
 def save_and_resume(nvme_path: Path, checkpoints: Path) -> dict[str, tuple[Any, ...]]:
@@ -132,8 +140,9 @@ def resume(
 ) -> dict[str, tuple[Any, ...]]:
     """Kinds, each loaded into a model of other weights; what is wrong, and the later losses."""
     outcome = {}
+    kept = torch.load(checkpoints / "kept.pt")
     for name in kinds:
-        expected, losses, later = torch.load(checkpoints / "kept.pt")[name]
+        expected, losses, later = kept[name]
         model, optimizer = start(name, nvme_path, seed=1)
         train(model, optimizer, 7, 1)
         resumed = nvmeswap.zero3.load(model, optimizer, checkpoints / name)
@@ -315,6 +324,3 @@ def all_of_them(nvme_path: Path, checkpoints: Path) -> dict[str, Any]:
 ranks.FUNCTIONS.update({
     each.__name__: each for each in (all_of_them, hsdp, resume, save_and_resume)
 })
-
-if __name__ == "__main__":
-    ranks.main()

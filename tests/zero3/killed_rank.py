@@ -1,10 +1,7 @@
 """A rank that trains, saves each step and resumes, and may kill itself somewhere on the way.
 
-    python -m tests.zero3.killed_rank FOLDER STEPS [KILL]
-
-STEPS more steps than it resumed from. KILL: phase:step:number, `step` counted from the resumed one,
-`number` which block, file or share of time. It writes `resumed.<rank>` and a line a step to
-`losses.<rank>`.
+`Kill` is a phase, a step counted from the resumed one, and which block, file or share of time. It
+writes `resumed.<rank>`, a line a step to `losses.<rank>`, and why it failed to `error.<rank>`.
 """
 
 from __future__ import annotations
@@ -12,9 +9,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +19,11 @@ import torch
 import torch.distributed as dist
 
 import nvmeswap.zero3
+from tests.launch import be_rank
 from tests.zero3.cases import Case, build
 from tests.zero3.checkpoint_ranks import train
 
+Kill = tuple[str, int, int]
 PHASES = ("forward", "backward", "step", "writing", "before marker", "before rename", "after")
 
 
@@ -84,7 +83,7 @@ def die_in_save(phase: str, number: int) -> None:
     os.fsync, os.rename = killed_fsync, killed_rename
 
 
-def arm(kill: tuple[str, int, int], model: Any, optimizer: Any, step_s: float) -> None:
+def arm(kill: Kill, model: Any, optimizer: Any, step_s: float) -> None:
     phase, _, number = kill
     if phase in ("forward", "backward"):
         die_in_the_model(model, phase, number)
@@ -94,7 +93,18 @@ def arm(kill: tuple[str, int, int], model: Any, optimizer: Any, step_s: float) -
         die_in_save(phase, number)
 
 
-def main(folder: Path, steps: int, kill: tuple[str, int, int] | None) -> None:
+def run(rank: int, ranks: int, port: int, folder: Path, steps: int, kill: Kill | None) -> None:
+    """`steps` more than it resumed from."""
+    be_rank(rank, ranks, port)
+    try:
+        train_and_save(folder, steps, kill)
+    except BaseException:
+        (folder / f"error.{rank}").write_text(traceback.format_exc())
+        os._exit(1)
+    os._exit(0)
+
+
+def train_and_save(folder: Path, steps: int, kill: Kill | None) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     (folder / "nvme").mkdir(exist_ok=True)
@@ -120,15 +130,3 @@ def main(folder: Path, steps: int, kill: tuple[str, int, int] | None) -> None:
                 die()
     optimizer.close()
     dist.barrier()
-    os._exit(0)
-
-
-def parse(text: str) -> tuple[str, int, int]:
-    phase, step, number = text.split(":")
-    assert phase in PHASES
-    return phase, int(step), int(number)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(Path(sys.argv[1]), int(sys.argv[2]), parse(sys.argv[3]) if sys.argv[3:] else None)

@@ -1,58 +1,44 @@
-"""Tests that need several ranks: real processes started by torchrun, one launch for many cases.
+"""Tests that need several ranks: one start of real processes for many cases.
 
-`run_ranks(n, "name", folder, **arguments)` runs the function `name` of this file on n ranks. Each
-rank writes its result before the process group goes away, because gloo's workers sometimes abort at
-exit whatever they ran.
+`run_ranks(n, "name", folder, **arguments)` runs the function `name` of this file on n ranks.
 """
 
 from __future__ import annotations
 
-import os
-import pickle
-import subprocess
-import sys
-import traceback
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 
 from nvmeswap import SwapError
 from nvmeswap.errors import SwapUsageError
+from tests import launch
 from tests.oracle import first_difference
 from tests.zero3 import programs
 from tests.zero3.cases import Case, build, run_in_ram, run_swapped
 from tests.zero3.meta_ranks import from_meta
 from tests.zero3.scaled import all_agree
 
-LAUNCH_TIMEOUT_S = 240
-
 
 def run_ranks(
     ranks: int, name: str, folder: Path, module: str = "tests.zero3.ranks", **arguments: Any
 ) -> list[Any]:
-    """Results by rank; fails with the tracebacks of all ranks that have one. `module`: which
-    runs `main`, with functions of its own."""
-    (folder / "arguments").write_bytes(pickle.dumps(arguments))
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone",
-        "--nproc-per-node", str(ranks), "-m", module, name, str(folder),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=LAUNCH_TIMEOUT_S
-    )
-    results, failures = [], ""
-    for rank in range(ranks):
-        path = folder / f"result{rank}"
-        assert path.exists(), failures + done.stdout[-2000:] + done.stderr[-4000:]
-        failure, result = pickle.loads(path.read_bytes())
-        failures += "" if failure is None else f"rank {rank}: {failure}\n"
-        results.append(result)
-    assert not failures, failures
-    return results
+    """Results by rank; fails with the tracebacks of all ranks that have one. `module`: which adds
+    functions of its own."""
+    nvme_path = folder / "nvme"
+    nvme_path.mkdir(exist_ok=True)
+    return launch.run_ranks(ranks, run_function, folder, name, nvme_path, module, arguments)
+
+
+def run_function(name: str, nvme_path: Path, module: str, arguments: dict[str, Any]) -> Any:
+    """On a rank."""
+    importlib.import_module(module)
+    torch._dynamo.config.disable = False  # which `launch.environment` has set for DeepSpeed
+    return FUNCTIONS[name](nvme_path, **arguments)
 
 
 def equals_ram(nvme_path: Path, cases: list[Case]) -> None:
@@ -277,25 +263,3 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
         void_pass_is_refused,
     )
 }
-
-
-def main() -> None:
-    name, folder = sys.argv[1], Path(sys.argv[2])
-    arguments = pickle.loads((folder / "arguments").read_bytes())
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    nvme_path = folder / "nvme"
-    nvme_path.mkdir(exist_ok=True)
-    failure, result = None, None
-    try:
-        result = FUNCTIONS[name](nvme_path, **arguments)
-    except BaseException:
-        failure = traceback.format_exc()
-    (folder / f"result{rank}").write_bytes(pickle.dumps((failure, result)))
-    if failure is None:
-        dist.barrier()
-    os._exit(0 if failure is None else 1)
-
-
-if __name__ == "__main__":
-    main()

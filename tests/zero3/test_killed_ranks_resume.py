@@ -10,14 +10,12 @@ import json
 import os
 import random
 import signal
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import nvmeswap.zero3
-from tests.zero3.killed_rank import PHASES
+from tests.launch import listen, start
+from tests.zero3.killed_rank import PHASES, Kill, run
 
 KILLS = int(os.environ.get("NVMESWAP_KILLS", "2"))
 SEED = int(os.environ.get("NVMESWAP_KILL_SEED", "0"))
@@ -25,35 +23,29 @@ ONLY_RANK_0 = ("before rename", "after")
 RUN_TIMEOUT_S = 120
 
 
-def launch(folder: Path, steps: int, kill: str | None = None, victim: int = 0) -> None:
+def launch(folder: Path, steps: int, kill: Kill | None = None, victim: int = 0) -> None:
     """Two ranks to their end, as torchrun's agent has it: who is left after a death is killed.
     The victim must have killed itself."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = []
-    for rank in range(2):
-        environment = {
-            **os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
-        }
-        command = [sys.executable, "-m", "tests.zero3.killed_rank", str(folder), str(steps)]
-        if kill is not None and rank == victim:
-            command.append(kill)
-        ranks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+    store = listen(2)
+    ranks = [
+        start(run, rank, 2, store.port, folder, steps, kill if rank == victim else None)
+        for rank in range(2)
+    ]
     deadline = time.monotonic() + RUN_TIMEOUT_S
-    while any(each.poll() is None for each in ranks) and time.monotonic() < deadline:
-        if any(each.poll() not in (None, 0) for each in ranks):
+    while any(each.is_alive() for each in ranks) and time.monotonic() < deadline:
+        if any(each.exitcode not in (None, 0) for each in ranks):
             break
         time.sleep(0.05)
     for each in ranks:
-        if any(other.poll() != 0 for other in ranks):
+        if any(other.exitcode != 0 for other in ranks):
             each.kill()
-    errors = [each.communicate()[1][-2000:] for each in ranks]
+    for each in ranks:
+        each.join()
+    errors = [path.read_text() for path in folder.glob("error.*")]
     if kill is None:
-        assert [each.returncode for each in ranks] == [0, 0], errors
+        assert [each.exitcode for each in ranks] == [0, 0], errors
     else:
-        assert ranks[victim].returncode == -signal.SIGKILL, (kill, victim, errors)
+        assert ranks[victim].exitcode == -signal.SIGKILL, (kill, victim, errors)
 
 
 def losses(folder: Path, rank: int) -> dict[int, float]:
@@ -77,7 +69,7 @@ def test_killed_anywhere_it_goes_on_from_the_last_complete_checkpoint(tmp_path: 
     folder.mkdir()
     for phase in phases[:KILLS]:
         victim = 0 if phase in ONLY_RANK_0 else order.randrange(2)
-        kill = f"{phase}:{order.randrange(1, 3)}:{order.randrange(100)}"
+        kill = phase, order.randrange(1, 3), order.randrange(100)
         before = last_saved(folder)
         launch(folder, 4, kill, victim)
         assert int((folder / "resumed.0").read_text()) == before, kill

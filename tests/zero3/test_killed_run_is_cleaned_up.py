@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-LAUNCH = [sys.executable, "-u", "-m", "nvmeswap.examples.train_lm"]
+from tests.launch import start_module
+
 SIZE = ["--dim", "64", "--layers", "2", "--heads", "2", "--sequence-length", "16"]
+TIMEOUT_S = 120
 
 
-def start(nvme_path: Path, steps: int) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*LAUNCH, *SIZE, "--steps", str(steps), "--nvme-path", str(nvme_path)],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+def start(folder: Path, nvme_path: Path, steps: int) -> BaseProcess:
+    folder.mkdir()
+    return start_module("nvmeswap.examples.train_lm", *SIZE, "--steps", str(steps),
+                        "--nvme-path", str(nvme_path), folder=folder)
 
 
-def wait_for_step(process: subprocess.Popen[str], number: int) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith(f"from nvme {number}/"):
-            return
-    raise AssertionError(f"ended before step {number}: {process.wait()}")
+def wait(process: BaseProcess, until: Callable[[], bool]) -> None:
+    """Until it has come so far. It must be alive then."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not until():
+        assert process.is_alive(), f"ended: {process.exitcode}"
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert process.is_alive()
+
+
+def wait_for_step(folder: Path, process: BaseProcess, number: int) -> None:
+    output = folder / "stdout"
+    wait(process, lambda: output.exists() and f"from nvme {number}/" in output.read_text())
+
+
+def wait_for_writes(process: BaseProcess, path: Path, count: int) -> None:
+    for _ in range(count):
+        before = path.stat().st_mtime_ns
+        wait(process, lambda before=before: path.stat().st_mtime_ns != before)
 
 
 def run_folders(nvme_path: Path) -> set[Path]:
@@ -33,27 +47,30 @@ def run_folders(nvme_path: Path) -> set[Path]:
 def test_start_after_a_kill_removes_the_dead_run_and_leaves_the_live_one(tmp_path: Path) -> None:
     """Killed jobs must not fill the drive, and a neighbour's files must stay.
     field cases K07, K08, F02"""
-    (tmp_path / "mine").write_text("foreign")
-    live = start(tmp_path, 5000)
+    nvme_path = tmp_path / "nvme"
+    nvme_path.mkdir()
+    (nvme_path / "mine").write_text("foreign")
+    live = start(tmp_path / "live", nvme_path, 5000)
     try:
-        wait_for_step(live, 2)
-        (live_folder,) = run_folders(tmp_path)
-        dead = start(tmp_path, 10_000)
-        wait_for_step(dead, 3)
+        wait_for_step(tmp_path / "live", live, 2)
+        (live_folder,) = run_folders(nvme_path)
+        dead = start(tmp_path / "dead", nvme_path, 5000)
+        wait_for_step(tmp_path / "dead", dead, 3)
         dead.kill()
-        dead.wait()
-        (dead_folder,) = run_folders(tmp_path) - {live_folder}
+        dead.join()
+        (dead_folder,) = run_folders(nvme_path) - {live_folder}
         assert list(dead_folder.rglob("*.swp"))
 
-        again = start(tmp_path, 3)
-        wait_for_step(again, 3)
-        again.communicate()
-        assert again.returncode == 0
+        again = start(tmp_path / "again", nvme_path, 3)
+        again.join(TIMEOUT_S)
+        assert again.exitcode == 0
+        assert "from nvme 3/3" in (tmp_path / "again" / "stdout").read_text()
         assert not dead_folder.exists()
-        assert run_folders(tmp_path) == {live_folder}
-        assert list(live_folder.rglob("optimizer.swp"))
-        wait_for_step(live, 500)  # it goes on with its own files
+        assert run_folders(nvme_path) == {live_folder}
+        for name in ("params.swp", "optimizer.swp"):  # it goes on with its own files
+            (path,) = live_folder.rglob(name)
+            wait_for_writes(live, path, 10)
     finally:
         live.kill()
-        live.wait()
-    assert (tmp_path / "mine").read_text() == "foreign"
+        live.join()
+    assert (nvme_path / "mine").read_text() == "foreign"
