@@ -29,7 +29,7 @@ from tests.offload.runs import (
 from tests.offload.structures import STRUCTURES, Held, Structure, TiedByParameter, tokens
 
 assert moving_structures and torch_structures  # they add their own
-WAYS: list[tuple[str, Any]] = [("cpu", 1500), ("nvme", "leaf"), ("nvme", "block")]
+WAYS: list[tuple[str, Any]] = [("cpu", 1500), ("nvme", "leaf")]
 DTYPES = [
     torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8,
     torch.bool, torch.int64, torch.int16, torch.int32, torch.float64, torch.complex64,
@@ -55,7 +55,7 @@ def test_trained(manage: Manage, name: str, tier: str, granularity: Any) -> None
 
 
 @each_structure
-@pytest.mark.parametrize("tier, granularity", [("cpu", "block"), ("nvme", "leaf")])
+@pytest.mark.parametrize("tier, granularity", [("cpu", "leaf"), ("nvme", "block")])
 def test_frozen(manage: Manage, name: str, tier: str, granularity: Any) -> None:
     """Gradients go through it; then it is used without."""
     case = STRUCTURES[name]

@@ -74,8 +74,9 @@ def test_autocast_over_a_frozen_model(manage: Manage, tier: str) -> None:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("what", ["blocks", "whole"])
-@tiers
-def test_compiled_by_the_eager_backend(manage: Manage, tier: str, what: str, when: str) -> None:
+def test_compiled_by_the_eager_backend(
+    manage: Manage, what: str, when: str, tier: str = "nvme"
+) -> None:
     """features C8, 2A ok, section 4: 23; field case C08"""
     torch._dynamo.reset()
     plain, model = twins(lambda: Blocks().eval())

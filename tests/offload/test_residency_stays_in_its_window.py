@@ -30,7 +30,7 @@ from tests.offload.runs import (
     train,
 )
 
-LAYERS = 8
+LAYERS = 6
 CHECKPOINTS = ("none", "reentrant", "non-reentrant")
 tiers = pytest.mark.parametrize("tier", ["cpu", "nvme"])
 trained_or_not = pytest.mark.parametrize("kind", ["frozen", "trained"])
@@ -99,12 +99,12 @@ def test_units_on_the_device_never_exceed_the_window(
     largest = max(unit.nbytes for unit in manager.units)
     assert len(manager.units) == LAYERS
     watch = Watch(model, manager)
-    for number in range(3):
+    for number in range(2):
         forward_and_backward(model, lambda m, x, _: m(x), number)
         assert manager.stats().resident_unit_count == 0
         infer(model)
         assert manager.stats().resident_unit_count == 0
-    assert watch.looks > 50 and watch.most_units >= 1
+    assert watch.looks > 30 and watch.most_units >= 1
     for count in (watch.most_units, manager.stats().peak_resident_unit_count):
         assert count <= prefetch + 1
     for nbytes in (watch.most_nbytes, manager.stats().peak_resident_nbytes):
