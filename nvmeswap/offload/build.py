@@ -345,6 +345,9 @@ def _move(group: list[Member], device: torch.device, values: Values | None) -> l
 
 
 def _give_back(block: Block) -> None:
+    whole = torch.empty(block.nbytes, dtype=torch.uint8, device="cpu")
+    for request in block.home.read(0, whole):
+        request.wait()
     storages: dict[object, torch.UntypedStorage] = {}
     for managed in block.tensors:
         if managed.is_converted:
@@ -352,10 +355,9 @@ def _give_back(block: Block) -> None:
         segment = managed.place.segment
         device = managed.first_device
         if segment not in storages:
-            values = torch.empty(segment.nbytes, dtype=torch.uint8, device="cpu")
-            for request in block.home.read(segment.offset_bytes, values):
-                request.wait()
-            storages[segment] = values.to(device).untyped_storage()
+            begin = segment.offset_bytes
+            values = whole[begin : begin + segment.nbytes]
+            storages[segment] = values.to(device, copy=True).untyped_storage()
         managed.tensor.data = managed.place.in_segment(storages[segment])
         if managed.tensor.grad is not None and managed.tensor.grad.device != device:
             managed.tensor.grad = managed.tensor.grad.to(device)

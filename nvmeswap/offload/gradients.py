@@ -24,6 +24,10 @@ from nvmeswap.offload.layout import own_storage
 from nvmeswap.offload.saved import current_task
 from nvmeswap.offload.window import Unit, Window
 
+# Arbitrary: enough that small ones are copied behind the computation. A larger one is waited for,
+# a millisecond for 64 MiB, so that there is never a second one on the device.
+_MOST_ON_THEIR_WAY_NBYTES = 32 << 20
+
 
 @dataclass(eq=False, slots=True)
 class _Record:
@@ -60,7 +64,6 @@ class GradientTraffic:
         # Each gradient is held until it is copied: its memory is free for the next at once then.
         self._on_their_way: deque[tuple[torch.cuda.Event, _Record, torch.Tensor]] = deque()
         self._on_their_way_nbytes = 0
-        self._largest_nbytes = 0
         self._arenas: list[Arena] = []
 
     def watch(self, trained: list[tuple[Unit, ManagedTensor]]) -> None:
@@ -74,9 +77,6 @@ class GradientTraffic:
                 tensor.register_hook(partial(_call, comes, id(tensor))),
                 tensor.register_post_accumulate_grad_hook(partial(_call, came, id(tensor))),
             ]
-            self._largest_nbytes = max(self._largest_nbytes, tensor.nbytes)
-        if self._mover.on_gpu and self._pin_memory:
-            self._take_memory()
 
     @property
     def host_nbytes(self) -> int:
@@ -136,8 +136,9 @@ class GradientTraffic:
                 record.part = record.part + gradient.to("cpu")
 
     def _to_host(self, record: _Record, gradient: torch.Tensor) -> torch.Tensor:
-        if record.held is not None and len(self._arenas) == 1:
-            self._take_memory()  # gradients are accumulated
+        # Once for the first gradients, and once more when they are accumulated.
+        if self._pin_memory and len(self._arenas) < (1 if record.held is None else 2):
+            self._take_memory()
         free = [memory for memory in record.memories if _is_free(memory)]
         if not free or gradient.stride() != free[0].stride():
             self._mover.out_nbytes += gradient.nbytes
@@ -149,7 +150,7 @@ class GradientTraffic:
         self._on_their_way_nbytes += gradient.nbytes
         self._mover.out_nbytes += gradient.nbytes
         # The host is ahead of the GPU: without this all gradients would be on the device together.
-        while self._on_their_way_nbytes > 2 * self._largest_nbytes:
+        while self._on_their_way_nbytes > _MOST_ON_THEIR_WAY_NBYTES:
             self._oldest_arrives()
         return host
 

@@ -49,7 +49,8 @@ class BlockHome(Protocol):
         are returned are done. Raises SwapWriteError and its kin."""
 
     def read(self, begin_bytes: int, out: torch.Tensor) -> list[StoreRequest]:
-        """Fill `out` (uint8, host), complete when the returned requests are."""
+        """Fill `out` (uint8, host), complete when the returned requests are. On NVMe `begin_bytes`
+        is a multiple of `NVME_ALIGNMENT_NBYTES`."""
 
     def stand_in(self, segment: Segment) -> torch.UntypedStorage:
         """A segment's bytes in host memory."""
@@ -94,6 +95,7 @@ class NvmeHome:
         assert space.store is not None
         self.key = key
         self._is_direct = is_direct
+        self._nbytes = layout.nbytes
         self._ends = {
             each.segment.offset_bytes + each.segment.nbytes for each in layout.sources
         }
@@ -111,10 +113,10 @@ class NvmeHome:
         return []
 
     def write(self, begin_bytes: int, values: torch.Tensor) -> list[StoreRequest]:
-        # A direct write is of whole blocks of the drive.
+        # A direct write is of whole blocks of the drive, but at the end of what is stored.
         before = begin_bytes % NVME_ALIGNMENT_NBYTES
         end_bytes = begin_bytes + values.numel()
-        behind = -end_bytes % NVME_ALIGNMENT_NBYTES
+        behind = 0 if end_bytes == self._nbytes else -end_bytes % NVME_ALIGNMENT_NBYTES
         if before or behind:
             whole = values.new_zeros(before + values.numel() + behind)
             if before or end_bytes not in self._ends:  # behind a segment is nothing
