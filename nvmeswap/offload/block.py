@@ -18,7 +18,7 @@ import torch
 from nvmeswap.errors import SwapChecksumError, SwapTimeoutError, SwapUsageError
 from nvmeswap.offload.homes import BlockHome
 from nvmeswap.offload.layout import BlockLayout, Place, Segment, give_data
-from nvmeswap.offload.storage import coming_storage
+from nvmeswap.offload.storage import SparePages, coming_storage
 from nvmeswap.offload.units import Member
 from nvmeswap.store.store import StoreRequest
 
@@ -107,12 +107,12 @@ class Block:
 
     def __init__(
         self, name: str, layout: BlockLayout, members: list[Member], home: BlockHome,
-        device: torch.device,
+        device: torch.device, spare: SparePages,
     ) -> None:
         self.name = name
         self.nbytes = layout.nbytes
         self.home = home
-        self.memory = coming_storage(self.nbytes, device)
+        self.memory = coming_storage(self.nbytes, device, spare)
         self.storage = self.memory.storage
         self.bytes = _all_of(self.storage)
         self.tensors: list[ManagedTensor] = []
@@ -147,8 +147,9 @@ class Mover:
     Counters are bytes since the start. Threads: the manager's lock guards it.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, spare: SparePages) -> None:
         self.device = device
+        self._spare = spare
         self.in_nbytes = self.out_nbytes = 0
         self.on_gpu = device.type == "cuda"
         self._in_stream = torch.cuda.Stream(device) if self.on_gpu else None
@@ -292,6 +293,7 @@ class Mover:
 
     def settle(self) -> None:
         """Wait until no copy reads or writes host memory: it is the user's again."""
+        self._spare.discard()
         if self._in_stream is not None and self._out_stream is not None:
             self._in_stream.synchronize()
             self._out_stream.synchronize()

@@ -23,6 +23,7 @@ from nvmeswap.offload.layout import (
     give_data,
     lay_out,
 )
+from nvmeswap.offload.storage import SparePages
 from nvmeswap.offload.units import Granularity, Member, UnitCut, cut_into_units, members_of
 from nvmeswap.offload.window import Unit
 
@@ -113,6 +114,7 @@ class Built:
     needs: dict[nn.Module, list[Unit]]
     homes: Homes
     residents: list[Resident]
+    spare: SparePages
 
     @property
     def trained(self) -> list[tuple[Unit, ManagedTensor]]:
@@ -160,11 +162,11 @@ def build(model: nn.Module, settings: Settings, values: Values | None) -> Built:
         pin_memory=settings.pin_memory and settings.device.type == "cuda",
         max_in_cpu=settings.max_in_cpu, swap=settings.swap, aio=settings.aio,
     )
-    built = Built([], {}, homes, [])
+    built = Built([], {}, homes, [], SparePages())
     freed_nbytes = 0
     try:
         for cut in cuts:
-            unit = _make_unit(cut, plans[cut], homes, settings.device, values)
+            unit = _make_unit(cut, plans[cut], homes, settings, values, built.spare)
             built.units.append(unit)
             freed_nbytes += unit.nbytes
             if freed_nbytes >= _RELEASE_NBYTES:
@@ -276,13 +278,13 @@ def _tiers(plans: Sequence[_BlockPlan]) -> tuple[dict[str, int], dict[str, Block
 
 
 def _make_unit(
-    cut: UnitCut, plans: Sequence[_BlockPlan], homes: Homes, device: torch.device,
-    values: Values | None,
+    cut: UnitCut, plans: Sequence[_BlockPlan], homes: Homes, settings: Settings,
+    values: Values | None, spare: SparePages,
 ) -> Unit:
     blocks = []
     for plan in plans:
         home = homes.home(plan.name)
-        block = Block(plan.name, plan.layout, plan.members, home, device)
+        block = Block(plan.name, plan.layout, plan.members, home, settings.device, spare)
         _fill(block, plan, values)
         for managed in block.tensors:
             managed.take_home()

@@ -7,7 +7,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
-from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from nvmeswap.config import AioConfig, SwapBlock
 from nvmeswap.errors import SwapClosedError, SwapUsageError
@@ -37,6 +38,7 @@ from nvmeswap.offload.refusals import (
     shares_memory,
     with_index,
 )
+from nvmeswap.offload.selection import tensors_named
 from nvmeswap.offload.units import Granularity
 from nvmeswap.offload.window import Unit, Window
 from nvmeswap.stats import OffloadStats
@@ -123,12 +125,12 @@ class OffloadManager(PassEvents):
         self._outermost = model
         self._materialized = 0
         self._plans: dict[tuple[nn.Module, bool], Plan] = {}
-        self._mover = Mover(self.device)
         with contextlib.ExitStack() as undo:
             with torch.inference_mode(False), torch.no_grad():
                 self._built = build(model, self._settings, values)
             undo.callback(self._built.homes.close)
             undo.callback(restore_all, self._built)
+            self._mover = Mover(self.device, self._built.spare)
             self._window = Window(self._built.units, self._mover, prefetch=prefetch)
             if self.device.type == "cpu":
                 keep_resident_bytes += max_in_cpu
@@ -148,6 +150,10 @@ class OffloadManager(PassEvents):
                 self._passes, self.device,
             )
             undo.callback(self._passes.unfollow)
+            self._stepped = register_optimizer_step_post_hook(
+                partial(_has_stepped, weakref.ref(self))
+            )
+            undo.callback(self._stepped.remove)
             self._passes.follow_all()
             self._finalizer = weakref.finalize(self, self._built.homes.close)
             _managers.update(dict.fromkeys(model.modules(), weakref.ref(self)))
@@ -206,6 +212,14 @@ class OffloadManager(PassEvents):
         self._built.homes.expect(
             [block.name for name in names for block in self._window.unit(name).blocks]
         )
+
+    def _note_step(self, optimizer: Optimizer) -> None:
+        by_tensor = {id(managed.tensor): managed for managed in self._trained}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                managed = by_tensor.get(id(parameter))
+                if managed is not None:
+                    managed.version = -1
 
     def after_backward(self) -> None:
         """Gradients are in host memory and nothing is on the device but what stays. It is so after
@@ -269,7 +283,7 @@ class OffloadManager(PassEvents):
         one.
         """
         self._check_open()
-        chosen = self._chosen(names)
+        chosen = tensors_named(self._built, names)
         held: list[Unit] = []
         with self._lock:
             self._materialized += 1
@@ -300,25 +314,6 @@ class OffloadManager(PassEvents):
                 self._window.let_go(unit, has_run=False)
             self._window.release_all()
             self._mover.settle()
-
-    def _chosen(self, names: tuple[str, ...]) -> dict[Unit, list[tuple[Block, ManagedTensor]]]:
-        """The units of these, with the tensors meant."""
-        unknown = set(names)
-        chosen: dict[Unit, list[tuple[Block, ManagedTensor]]] = {}
-        for unit in self._built.units:
-            for block, managed in unit.tensors:
-                fits = {name for name in names if _means(name, managed.member.name)}
-                unknown -= fits
-                if fits or not names:
-                    chosen.setdefault(unit, []).append((block, managed))
-        others = [each.member.name for each in self._built.residents]
-        unknown -= {name for name in unknown if any(_means(name, other) for other in others)}
-        if unknown:
-            raise SwapUsageError(
-                f'the model has no module or tensor "{min(unknown)}"',
-                fix="use names of model.named_modules() or model.state_dict()",
-            )
-        return chosen
 
     def state_dict(self) -> dict[str, Any]:
         """The model's, with real tensors: of NVMe's, mapped from their file, so that they take
@@ -392,6 +387,7 @@ class OffloadManager(PassEvents):
         if restore and model is not None:
             restore_all(self._built)
         self._passes.unfollow()
+        self._stepped.remove()
         self._gradients.close()
         for module in [] if model is None else list(model.modules()):
             _managers.pop(module, None)
@@ -420,15 +416,17 @@ class OffloadManager(PassEvents):
             )
 
 
+def _has_stepped(
+    manager: weakref.ref[OffloadManager], optimizer: Optimizer, args: Any, kwargs: Any
+) -> None:
+    """An optimizer has stepped: torch's fused kernels change parameters without counting. Ours
+    writes them where they are at home."""
+    found = manager()
+    if found is not None and not isinstance(optimizer, SwappedOptimizer):
+        found._note_step(optimizer)
+
+
 def manager_of(model: nn.Module) -> OffloadManager | None:
     """Who manages a model, or the one that it is a part of, if anybody does."""
     found = _managers.get(model)
     return None if found is None else found()
-
-
-def _means(pattern: str, name: str) -> bool:
-    """Whether a pattern is of this tensor, or of a module that it is in."""
-    parts = name.split(".")
-    return any(
-        fnmatchcase(".".join(parts[:count]), pattern) for count in range(1, len(parts) + 1)
-    )

@@ -1,10 +1,11 @@
 """Storages whose memory comes and goes while the object, and every tensor over it, stays.
 
-Facts. On a GPU torch's own `resize_(0)` frees a storage's memory to the caching allocator, and
-`resize_(nbytes)` takes some again. On the CPU that would be an malloc of fresh pages each time:
-zeroing 64 MiB in 4 KiB faults takes longer than reading them from a drive. So there a storage is a
-mapping of its own on 2 MiB pages, which the kernel takes back on MADV_DONTNEED. Memory that is
-away is not to be read: it faults, as a freed one would.
+Facts (kernel 6.18). On a GPU torch's own `resize_(0)` frees a storage's memory to the caching
+allocator, and `resize_(nbytes)` takes some again. On the CPU that would be an malloc of fresh pages
+each time: zeroing 64 MiB in 4 KiB faults takes longer than reading them from a drive. So there a
+storage is a mapping of its own on 2 MiB pages. What one gives up the next of its size gets, by
+mremap: pages move, nothing is zeroed or copied, and MREMAP_DONTUNMAP (kernel 5.7) keeps the
+addresses that they leave. Memory that is away is not to be read: it faults, as a freed one would.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ import torch
 from nvmeswap.memory.arena import HUGE_PAGE_NBYTES
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.mremap.restype = ctypes.c_void_p
 _PROT_NONE, _PROT_READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
+_MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4  # linux/mman.h
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_MOST_SPARE = 2  # arbitrary: one unit has just gone when the next one comes
 
 
 class ComingStorage(Protocol):
@@ -48,38 +53,90 @@ class GpuStorage:
         self.storage.resize_(0)
 
 
-class HostStorage:
-    """Anonymous memory, mapped for good. Whoever holds a tensor over it keeps the mapping."""
+class SparePages:
+    """Storages of the host that were freed, and still have their pages, for the next of their
+    size. Not thread-safe."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self) -> None:
+        self._spare: list[HostStorage] = []
+
+    def keep(self, storage: HostStorage) -> None:
+        self._spare.append(storage)
+        while len(self._spare) > _MOST_SPARE:
+            self._spare.pop(0).discard()
+
+    def take(self, wanted: HostStorage) -> HostStorage | None:
+        """One whose pages `wanted` can have; itself, if it is among them."""
+        for spare in [wanted, *self._spare]:
+            if spare in self._spare and spare.nbytes == wanted.nbytes:
+                self._spare.remove(spare)
+                return spare
+        return None
+
+    def discard(self) -> None:
+        """Give all of them back to the kernel."""
+        while self._spare:
+            self._spare.pop().discard()
+
+
+class HostStorage:
+    """Anonymous memory at a fixed address. Whoever holds a tensor over it keeps the mapping."""
+
+    def __init__(self, nbytes: int, spare: SparePages) -> None:
+        self.nbytes = nbytes
         self.storage = torch.UntypedStorage(nbytes)
+        self._spare = spare
         self._mapping: mmap.mmap | None = None
         if not nbytes:
             return
-        slack_nbytes = HUGE_PAGE_NBYTES if nbytes >= HUGE_PAGE_NBYTES else 0  # address space only
+        page_nbytes = HUGE_PAGE_NBYTES if nbytes >= HUGE_PAGE_NBYTES else mmap.PAGESIZE
+        self._mapped_nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        slack_nbytes = page_nbytes - mmap.PAGESIZE  # address space only
         self._mapping = mmap.mmap(
-            -1, nbytes + slack_nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            -1, self._mapped_nbytes + slack_nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         )
         whole = torch.frombuffer(self._mapping, dtype=torch.uint8)
-        start = -whole.data_ptr() % HUGE_PAGE_NBYTES if slack_nbytes else 0
+        self._start = -whole.data_ptr() % page_nbytes
+        self._address = whole.data_ptr() + self._start
         self.storage = torch.frombuffer(
-            self._mapping, dtype=torch.uint8, offset=start, count=nbytes
+            self._mapping, dtype=torch.uint8, offset=self._start, count=nbytes
         ).untyped_storage()
-        self._mapped_nbytes = nbytes + slack_nbytes
-        self._address = whole.data_ptr()
-        self._huge = (start, nbytes // HUGE_PAGE_NBYTES * HUGE_PAGE_NBYTES)
+        if nbytes >= HUGE_PAGE_NBYTES:
+            huge_nbytes = nbytes // HUGE_PAGE_NBYTES * HUGE_PAGE_NBYTES
+            self._mapping.madvise(mmap.MADV_HUGEPAGE, self._start, huge_nbytes)
 
     def take(self) -> None:
-        if self._mapping is not None:
+        if self._mapping is None:
+            return
+        spare = self._spare.take(self)
+        if spare is self:
+            return
+        if spare is None or not self._get_pages_of(spare):
             self._protect(_PROT_READ_WRITE)
-            start, nbytes = self._huge
-            if nbytes:
-                self._mapping.madvise(mmap.MADV_HUGEPAGE, start, nbytes)
 
     def free(self) -> None:
         if self._mapping is not None:
-            self._mapping.madvise(mmap.MADV_DONTNEED)
-            self._protect(_PROT_NONE)
+            self._spare.keep(self)
+
+    def discard(self) -> None:
+        """Give the pages back to the kernel."""
+        assert self._mapping is not None
+        self._mapping.madvise(mmap.MADV_DONTNEED, self._start, self._mapped_nbytes)
+        self._protect(_PROT_NONE)
+
+    def _get_pages_of(self, other: HostStorage) -> bool:
+        """Move another's pages here; False, and they are given back, where the kernel can't."""
+        moved = _libc.mremap(
+            ctypes.c_void_p(other._address), ctypes.c_size_t(self._mapped_nbytes),
+            ctypes.c_size_t(self._mapped_nbytes),
+            ctypes.c_int(_MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP),
+            ctypes.c_void_p(self._address),
+        )
+        if moved == _MAP_FAILED:
+            other.discard()
+            return False
+        other._protect(_PROT_NONE)
+        return True
 
     def _protect(self, protection: int) -> None:
         address, nbytes = ctypes.c_void_p(self._address), ctypes.c_size_t(self._mapped_nbytes)
@@ -88,6 +145,6 @@ class HostStorage:
             raise OSError(error_number, os.strerror(error_number))
 
 
-def coming_storage(nbytes: int, device: torch.device) -> ComingStorage:
+def coming_storage(nbytes: int, device: torch.device, spare: SparePages) -> ComingStorage:
     """A storage of so many bytes, with its memory."""
-    return HostStorage(nbytes) if device.type == "cpu" else GpuStorage(nbytes, device)
+    return HostStorage(nbytes, spare) if device.type == "cpu" else GpuStorage(nbytes, device)

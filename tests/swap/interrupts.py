@@ -15,13 +15,14 @@ class Interrupt(KeyboardInterrupt):
     pass
 
 
-def interrupted_everywhere(call: Callable[[], object]) -> Iterator[int]:
-    """Makes the call again and again, each time interrupted a point later; yields the number of the
-    point, after the interruption has come out of the call. Ends when the call ends first."""
+def interrupted_everywhere(call: Callable[[], object], *, apart: int = 1) -> Iterator[int]:
+    """Makes the call again and again, each time interrupted a point (or so many) later; yields the
+    number of the point, after the interruption has come out of the call. Ends when the call ends
+    first."""
     number = 0
     while _interrupt_at(number, call):
         yield number
-        number += 1
+        number += apart
 
 
 def _interrupt_at(number: int, call: Callable[[], object]) -> bool:

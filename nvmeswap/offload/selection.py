@@ -1,0 +1,42 @@
+"""Tensors of a managed model by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from nvmeswap.errors import SwapUsageError
+from nvmeswap.offload.block import Block, ManagedTensor
+from nvmeswap.offload.build import Built
+from nvmeswap.offload.window import Unit
+
+
+def tensors_named(
+    built: Built, names: Sequence[str]
+) -> dict[Unit, list[tuple[Block, ManagedTensor]]]:
+    """The tensors that are, or are in modules that are, called by one of these names or patterns,
+    by unit; all, if there are no names. Raises SwapUsageError for a name of nothing."""
+    unknown = set(names)
+    chosen: dict[Unit, list[tuple[Block, ManagedTensor]]] = {}
+    for unit in built.units:
+        for block, managed in unit.tensors:
+            fits = {name for name in names if _means(name, managed.member.name)}
+            unknown -= fits
+            if fits or not names:
+                chosen.setdefault(unit, []).append((block, managed))
+    others = [each.member.name for each in built.residents]
+    unknown -= {name for name in unknown if any(_means(name, other) for other in others)}
+    if unknown:
+        raise SwapUsageError(
+            f'the model has no module or tensor "{min(unknown)}"',
+            fix="use names of model.named_modules() or model.state_dict()",
+        )
+    return chosen
+
+
+def _means(pattern: str, name: str) -> bool:
+    """Whether a pattern is of this tensor, or of a module that it is in."""
+    parts = name.split(".")
+    return any(
+        fnmatchcase(".".join(parts[:count]), pattern) for count in range(1, len(parts) + 1)
+    )
