@@ -34,7 +34,7 @@ def test_run_equals_the_resident_one_and_adapters_are_saved(
     saved = tmp_path / "adapters"
     assert main([*TINY, *place, "--model", str(config), "--save", str(saved), "--check"]) == 0
     shown = capsys.readouterr().out
-    assert "at most 2 of 6 units" in shown
+    assert "at most 2 of 7 units" in shown
     assert shown.splitlines()[-1] == "equals resident run: yes"
     adapters = safetensors.load_file(saved / "adapter_model.safetensors")
     assert adapters and all("lora_" in name for name in adapters)
