@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -38,9 +38,13 @@ class ManagedTensor:
     on_device: torch.Tensor
     at_home: torch.Tensor
     first_device: torch.device
+    home_address: int = field(init=False)
     version: int = 0
     is_on_device: bool = False
     is_unset: bool = False  # it was on the meta device, and got no values yet
+
+    def __post_init__(self) -> None:
+        self.home_address = self.at_home.data_ptr()
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -48,8 +52,8 @@ class ManagedTensor:
 
     def show_device(self) -> None:
         """Its data is the device's from now on."""
+        self.is_on_device = True  # first: what an exception leaves between is shown home again
         self.tensor.data = self.on_device
-        self.is_on_device = True
 
     def take_home(self) -> None:
         """The first time that it shows its home."""
@@ -57,8 +61,9 @@ class ManagedTensor:
         self.version = self.tensor._version
 
     def show_home(self) -> None:
-        """Its data is the home's from now on."""
-        self.tensor.data = self.at_home
+        """Its data is the home's from now on; one that was converted keeps its own."""
+        if not self.is_converted:
+            self.tensor.data = self.at_home
         self.is_on_device = False
 
     @property
@@ -70,7 +75,8 @@ class ManagedTensor:
     def was_changed(self) -> bool:
         """Whether somebody wrote to it, or gave it other data, since it was in step."""
         tensor = self.tensor
-        return tensor._version != self.version or tensor.data_ptr() != self.shown.data_ptr()
+        address = self.on_device.data_ptr() if self.is_on_device else self.home_address
+        return tensor._version != self.version or tensor.data_ptr() != address
 
     def may_have_changed_unseen(self) -> bool:
         """True of buffers that layers change without counting."""
@@ -112,11 +118,10 @@ class Block:
         self.name = name
         self.nbytes = layout.nbytes
         self.home = home
-        self.memory = coming_storage(self.nbytes, device, spare)
-        self.storage = self.memory.storage
-        self.bytes = _all_of(self.storage)
         self.tensors: list[ManagedTensor] = []
         self.stand_ins: dict[Segment, torch.UntypedStorage] = {}
+        self._device, self._spare = device, spare
+        self._take_storage()
         for member, place in zip(members, layout.places, strict=True):
             segment = place.segment
             if segment not in self.stand_ins:
@@ -125,12 +130,47 @@ class Block:
             on_device = place.in_block(self.storage, device)
             first_device = torch.device("cpu") if member.tensor.is_meta else member.tensor.device
             self.tensors.append(ManagedTensor(member, place, on_device, at_home, first_device))
+        self._own_count = self._user_count()
         self.memory.free()
         self.is_here = False
         self.taken_on: torch.cuda.Stream | None = None  # while on a GPU: where its memory is from
         self.arrived: torch.cuda.Event | None = None
         self.reads: list[StoreRequest] = []  # into its memory, from NVMe
         self.sent: torch.cuda.Event | None = None  # the last copy back to its home
+
+    def _take_storage(self) -> None:
+        self.memory = coming_storage(self.nbytes, self._device, self._spare)
+        self.storage = self.memory.storage
+        self.bytes = _all_of(self.storage)
+
+    def _user_count(self) -> int:
+        count: int = torch._C._storage_Use_Count(self.storage._cdata)
+        return count
+
+    def is_shown(self) -> bool:
+        """Whether somebody else has tensors in its memory: results, a state_dict, autograd. For
+        when its own tensors show their homes."""
+        return self._user_count() > self._own_count
+
+    def leave_memory(self) -> None:
+        """Its memory is theirs who show it, for as long as they do; the block goes on with
+        other."""
+        self._take_storage()
+        for managed in self.tensors:
+            managed.on_device = managed.place.in_block(self.storage, self._device)
+        self.memory.free()
+
+    def renew_stand_in(self, segment: Segment) -> None:
+        """The memory of a stand-in was exchanged (`share_memory_` does): show the home again, with
+        the values that it had."""
+        old = self.stand_ins[segment]
+        new = self.stand_ins[segment] = self.home.stand_in(segment)
+        _all_of(new).copy_(_all_of(old))
+        for managed in self.tensors:
+            if managed.place.segment == segment:
+                managed.at_home = managed.place.in_segment(new)
+                if not managed.is_on_device and not managed.is_converted:
+                    managed.tensor.data = managed.at_home
 
 
 def _all_of(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -163,6 +203,8 @@ class Mover:
         with torch.no_grad(), _normal_mode():
             block.memory.take()
             block.is_here = True
+            if self.on_gpu:
+                block.taken_on = torch.cuda.current_stream(self.device)
             try:
                 self._copy_in(block)
             except BaseException:
@@ -174,9 +216,8 @@ class Mover:
         if self._in_stream is None:
             block.reads = block.home.copy_to(block.bytes)
             return
-        block.taken_on = torch.cuda.current_stream(self.device)
         # Work that still uses this memory, if it was freed before, is on the stream already.
-        self._in_stream.wait_stream(block.taken_on)
+        self._in_stream.wait_stream(torch.cuda.current_stream(self.device))
         if block.sent is not None:
             self._in_stream.wait_event(block.sent)
         with torch.cuda.stream(self._in_stream):
@@ -201,9 +242,10 @@ class Mover:
             if stream != block.taken_on:
                 block.bytes.record_stream(stream)
 
-    def drop(self, block: Block) -> None:
+    def drop(self, block: Block, *, may_be_shown: bool = False) -> None:
         """Free the block's memory, as soon as what is queued has used it. What is being read is
-        waited for; if that takes too long the memory stays."""
+        waited for; if that takes too long the memory stays. `may_be_shown`: if somebody else shows
+        it, it is left to them."""
         for read in block.reads:
             read.drop()
         try:
@@ -217,9 +259,12 @@ class Mover:
             for event in (block.arrived, block.sent):
                 if event is not None:
                     block.taken_on.wait_event(event)
-        block.memory.free()
         block.is_here = False
         block.taken_on = block.arrived = None
+        if may_be_shown and block.is_shown():
+            block.leave_memory()
+        else:
+            block.memory.free()
 
     def refresh(self, block: Block) -> None:
         """Copy a block that is here once more: its home has changed."""
@@ -229,27 +274,33 @@ class Mover:
             self._copy_in(block)
         self.in_nbytes += block.nbytes
 
-    def send_back(self, block: Block, managed: ManagedTensor) -> None:
-        """Make what a tensor shows the value of its home; on a GPU the home has it after `settle`,
-        except for NVMe, where the whole block is written, and waited for. Raises SwapWriteError and
-        its kin."""
-        managed.refuse_conversion()
+    def send_back(self, block: Block, *tensors: ManagedTensor) -> None:
+        """Make what these tensors show the values of their home; on a GPU the home has them after
+        `settle`, except for NVMe, where the whole block is written, and waited for. Raises
+        SwapWriteError and its kin."""
         with torch.no_grad(), _normal_mode():
-            self._take_other_data(managed)
+            for managed in tensors:
+                managed.refuse_conversion()
+                self._take_other_data(block, managed)
             if block.home.is_in_memory:
-                self._to_memory(block, managed)
-                managed.in_step()
+                for managed in tensors:
+                    self._to_memory(block, managed)
+                    managed.in_step()
                 return
             self.out_nbytes += block.nbytes
-            for request in block.home.write(0, self._values(block, managed)):
+            for request in block.home.write(0, self._values(block, tensors[0])):
                 request.wait()
+            block.home.forget_edits()
             for each in block.tensors:
-                if each.is_on_device == managed.is_on_device:
+                if each.is_on_device == tensors[0].is_on_device:
                     each.in_step()
 
-    def _take_other_data(self, managed: ManagedTensor) -> None:
+    def _take_other_data(self, block: Block, managed: ManagedTensor) -> None:
         """If it was given other data, put that where its own is."""
-        shown, place, own = managed.tensor.data, managed.place, managed.shown
+        place = managed.place
+        if managed.at_home.data_ptr() != managed.home_address:
+            block.renew_stand_in(place.segment)
+        shown, own = managed.tensor.data, managed.shown
         if shown.data_ptr() == own.data_ptr():
             return
         if shown.stride() != place.stride:

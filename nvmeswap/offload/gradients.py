@@ -112,6 +112,7 @@ class GradientTraffic:
                     record.held = tensor.grad
                     tensor.grad = None
             if _comes_last(record) and not record.is_held:
+                self._touched[key] = record
                 self._window.hold(record.unit, is_planned=False)
                 record.is_held = True
 
@@ -119,6 +120,7 @@ class GradientTraffic:
         with self._lock:
             record = self._records[key]
             if record.is_held:
+                record.managed.version = -1  # the user's hooks may have changed it, however
                 record.is_held = False
                 self._window.let_go(record.unit, has_run=False)
             gradient = tensor.grad
@@ -182,6 +184,10 @@ class GradientTraffic:
         with self._lock:
             touched, self._touched = self._touched, {}
             for record in touched.values():
+                if record.is_held:  # torch.autograd.grad calls the first of the two hooks alone
+                    record.is_held = False
+                    self._window.let_go(record.unit, has_run=False)
+                    self._window.release_all()
                 self._add_up(record)
                 tensor = record.managed.tensor
                 if record.held is not None and tensor.grad is None:

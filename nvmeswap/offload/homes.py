@@ -8,6 +8,7 @@ with checksums.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -18,6 +19,7 @@ from nvmeswap.config import AioConfig, SwapBlock, check_folders
 from nvmeswap.errors import SwapConfigError
 from nvmeswap.io.engine import Lane
 from nvmeswap.memory.budget import exact_slot_classes
+from nvmeswap.offload.edits import has_own_pages
 from nvmeswap.offload.layout import BlockLayout, Segment, own_storage
 from nvmeswap.store.store import StoreRequest
 from nvmeswap.swap.params import ParamPlacement, PartitionedParamSwapper
@@ -55,6 +57,12 @@ class BlockHome(Protocol):
     def stand_in(self, segment: Segment) -> torch.UntypedStorage:
         """A segment's bytes in host memory."""
 
+    def was_edited(self) -> bool:
+        """True if stand-ins differ from what is stored, because somebody wrote to them."""
+
+    def forget_edits(self) -> None:
+        """Stand-ins show what is stored."""
+
 
 class RamHome:
     """`memory`: uint8, host, the block's size; page-locked if it is to be copied at full speed."""
@@ -81,6 +89,11 @@ class RamHome:
         begin = segment.offset_bytes
         return own_storage(self.memory[begin : begin + segment.nbytes])
 
+    def was_edited(self) -> bool:
+        return False  # they are what is stored
+
+    def forget_edits(self) -> None: ...
+
 
 class NvmeHome:
     """A block in params.swp, through the parameter swapper. `is_direct`: the device is the host,
@@ -101,6 +114,7 @@ class NvmeHome:
         }
         self._swapper = swapper
         self._mapping, self._offset_bytes = space.store.mapped(key)
+        self._address = torch.frombuffer(self._mapping, dtype=torch.uint8).data_ptr()
 
     @property
     def is_ready(self) -> bool:
@@ -142,6 +156,12 @@ class NvmeHome:
             self._mapping, dtype=torch.uint8, count=segment.nbytes,
             offset=self._offset_bytes + segment.offset_bytes,
         ).untyped_storage()
+
+    def was_edited(self) -> bool:
+        return has_own_pages(self._address + self._offset_bytes, self._nbytes)
+
+    def forget_edits(self) -> None:
+        self._mapping.madvise(mmap.MADV_DONTNEED, self._offset_bytes, self._nbytes)
 
 
 class Homes:
@@ -194,9 +214,8 @@ class Homes:
             }
             pool = self.space.pools["weights in memory"]
             for name, nbytes in in_ram.items():
-                if pool is None:
-                    memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-                elif nbytes:
+                memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+                if pool is not None and nbytes:
                     slot = pool.acquire(nbytes, holder=name, timeout_s=0)
                     memory = slot.memory[:nbytes]
                 self._homes[name] = RamHome(memory[:nbytes])

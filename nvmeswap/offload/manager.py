@@ -169,6 +169,8 @@ class OffloadManager(PassEvents):
             self._followed.catch_up(self.model)
         if self._window.is_held and not self._materialized:
             self._window.reset()  # what Ctrl-C left
+        if not self._materialized:
+            self._window.release_all()  # what stayed for a backward that may come or not
         self._outermost = module
         self._use_plan(is_training=torch.is_grad_enabled())
         self._window.plan.rewind()
@@ -176,7 +178,9 @@ class OffloadManager(PassEvents):
 
     def end_forward(self, *, has_graph: bool) -> None:
         """For `Passes`."""
-        if not has_graph:
+        if has_graph:
+            self._window.show_homes()
+        else:
             self._window.end_pass()
         self._mover.settle()
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from types import FrameType
 from typing import Any
@@ -21,11 +21,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import checkpoint
-from torch.utils._pytree import tree_map
 
 from nvmeswap.errors import SwapError, SwapUsageError
 from nvmeswap.offload import saved
 from nvmeswap.offload.block import Mover
+from nvmeswap.offload.borrowed import BorrowedWeights, enter, is_compiled, leave
+from nvmeswap.offload.results import nodes_of, tensors_in
 from nvmeswap.offload.window import Unit, Window
 
 _MODULE_FILE = "torch/nn/modules/module.py"
@@ -84,12 +85,15 @@ class Passes:
         self._events = events
         self._lock = lock
         self._calls = _Calls()
-        self._units_by_storage = {
-            block.storage._cdata: unit for unit in window.units for block in unit.blocks
-        }
         self._task: int | None = None  # the outermost backward pass that was seen
         self._held_by_nodes: dict[tuple[int, Unit], Any] = {}
         self._handles: list[Any] = []
+        self._busy_thread: int | None = None
+        self._units_by_tensor = {
+            id(managed.tensor): unit for unit in window.units for _, managed in unit.tensors
+        }
+        self._learned: set[nn.Module] = set()  # modules whose borrowed weights are known
+        self._lender = BorrowedWeights(self._lend)
         self._enter = torch.compiler.disable(self._entered)
         self._leave = torch.compiler.disable(self._left)
 
@@ -126,7 +130,9 @@ class Passes:
     def is_idle(self) -> bool:
         """Whether no call of this thread and no backward is under way."""
         self.forget_stale_calls()
-        return not self._calls.stack and saved.current_task() is None
+        if self._calls.stack or saved.current_task() is not None:
+            return False
+        return not self._other_thread_runs()
 
     # --- forward ----------------------------------------------------------------------------------
 
@@ -152,12 +158,62 @@ class Passes:
                 self._let_go(call, has_run=False)
                 raise
             stack.append(call)
+            if is_outermost and saved.current_task() is None:
+                self._begin_to_learn(module)
         return self._moved(args, kwargs) if is_outermost else None
 
+    # --- weights that are used without a call of their module -------------------------------------
+
+    def _begin_to_learn(self, module: nn.Module) -> None:
+        if module not in self._learned and not is_compiled(module):
+            enter(self._lender)
+
+    def _end_learning(self, module: nn.Module, *, has_failed: bool) -> None:
+        leave(self._lender)
+        if has_failed:
+            self._learned.discard(module)  # perhaps it took a way that was not seen yet
+        else:
+            self._learned.add(module)
+
+    def _lend(self, tensor: torch.Tensor) -> None:
+        """A torch function is given this tensor."""
+        unit = self._units_by_tensor.get(id(tensor))
+        stack = self._calls.stack
+        if unit is None or unit.holds or not stack:
+            return
+        with self._lock:
+            call = stack[-1]
+            self._window.hold(unit)
+            call.units.append(unit)
+            self._needs[call.module] = [*self._needs.get(call.module, ()), unit]
+
+    # --- the ends of calls ------------------------------------------------------------------------
+
     def _begin_outermost(self, module: nn.Module) -> None:
+        self._refuse_other_thread()
+        while saved.pop(self._needed_in_backward):  # what Ctrl-C left
+            pass
+        leave(self._lender)
+        self._busy_thread = threading.get_ident()
         if self._held_by_nodes or self._task is not None:  # a backward that an error has ended
             self._abandon_backward()
         self._events.begin_forward(module)
+
+    def _refuse_other_thread(self) -> None:
+        if self._other_thread_runs():
+            raise SwapUsageError(
+                "another thread is running this model", fix="let one thread at a time use it",
+            )
+
+    def _other_thread_runs(self) -> bool:
+        """Whether a call is under way in another thread: one of its frames is a module's."""
+        thread = self._busy_thread
+        if thread is None or thread == threading.get_ident():
+            return False
+        frame = sys._current_frames().get(thread)
+        while frame is not None and not frame.f_code.co_filename.endswith(_MODULE_FILE):
+            frame = frame.f_back
+        return frame is not None
 
     def _push_hooks(self) -> bool:
         if saved.are_allowed():
@@ -183,57 +239,56 @@ class Passes:
 
         return tuple(map(move, args)), {name: move(given) for name, given in kwargs.items()}
 
-    def _left(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _left(self, module: nn.Module, args: Any, output: Any) -> None:
         stack = self._calls.stack
         if not stack or stack[-1].module is not module:
-            return None  # an earlier hook raised before ours was entered
+            return  # an earlier hook raised before ours was entered
         error = sys.exc_info()[1]
         with self._lock:
             call = stack.pop()
             has_failed = error is not None and error is not call.handled
-            nodes = [] if has_failed else _nodes(output)
-            replaced = None
-            shown = {} if has_failed else self._own_tensors(output)
-            if stack:  # who gets them has them until it has returned as well
-                for unit in set(shown.values()):
+            if not stack and saved.current_task() is None:
+                self._end_learning(module, has_failed=has_failed)
+            nodes = [] if has_failed else nodes_of(output)
+            for unit in () if has_failed else self._units_shown(output):
+                if stack:  # who gets it has it until it has returned as well
                     self._window.hold(unit)
                     stack[-1].units.append(unit)
-            elif shown:
-                replaced = _with_copies(output, shown)
+                else:
+                    unit.is_given_away = True
             self._let_go(call, has_run=True)
             for node in nodes:
                 self._follow_node(node, call)
             if stack or saved.current_task() is not None:
-                return None
+                return
+            self._busy_thread = None
             if has_failed and not isinstance(error, _EARLY_STOP):
                 self._events.fail()
             else:
                 self._events.end_forward(has_graph=bool(nodes))
-            return replaced
 
-    def _own_tensors(self, output: Any) -> dict[int, Unit]:
-        """Those of a module's results that are its weights, or views of them, by id."""
-        found = {}
-        for tensor in _tensors(output, depth=0):
-            unit = self._unit_of(tensor)
-            if unit is not None:
-                found[id(tensor)] = unit
-        return found
+    def _units_shown(self, output: Any) -> set[Unit]:
+        """Whose weights, or views of them, are among a module's results."""
+        found = (self._unit_of(tensor) for tensor in tensors_in(output))
+        return {unit for unit in found if unit is not None}
 
     def _unit_of(self, tensor: torch.Tensor) -> Unit | None:
         try:
-            return self._units_by_storage.get(tensor.untyped_storage()._cdata)
+            return self._window.unit_of(tensor.untyped_storage())
         except NotImplementedError:  # a tensor without memory
             return None
 
     def _let_go(self, call: _Call, *, has_run: bool) -> None:
         if call.pushed:
             call.pushed = False
-            saved.pop()
+            saved.pop(self._needed_in_backward)
         error: SwapError | None = None
+        nothing_is_saved = not torch.is_grad_enabled() and saved.current_task() is None
         while call.units:
             try:
-                self._window.let_go(call.units.pop(), has_run=has_run)
+                self._window.let_go(
+                    call.units.pop(), has_run=has_run, may_be_shown=nothing_is_saved
+                )
             except SwapError as failure:
                 error = error or failure
         if error is not None:
@@ -285,7 +340,7 @@ class Passes:
 
         def has_computed(*gradients: Any) -> None:
             if pushed:
-                saved.pop()
+                saved.pop(self._needed_in_backward)
             with self._lock:
                 handle = self._held_by_nodes.pop(key, None)
                 if handle is not None:
@@ -322,6 +377,8 @@ class Passes:
     def abandon(self) -> None:
         """Whatever an exception left half done: nobody uses anything any more."""
         self.forget_stale_calls()
+        while saved.pop(self._needed_in_backward):
+            pass
         with self._lock:
             if self._held_by_nodes or self._task is not None:
                 self._abandon_backward()
@@ -366,38 +423,9 @@ def _caller() -> FrameType:
     return frame
 
 
-def _with_copies(output: Any, shown: Mapping[int, Unit]) -> Any:
-    """The results of an outermost call, with copies in place of weights that are about to go."""
-    def copy(tensor: Any) -> Any:
-        return tensor.clone() if id(tensor) in shown else tensor
-
-    return tree_map(copy, output)
-
-
 def _is_running(wanted: FrameType) -> bool:
     """Whether it is one of our callers."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame is not wanted:
         frame = frame.f_back
     return frame is not None
-
-
-def _nodes(output: Any) -> list[Any]:
-    """The autograd nodes that made the tensors in a module's output, each once."""
-    return list({t.grad_fn: None for t in _tensors(output, depth=0) if t.grad_fn is not None})
-
-
-def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif depth > 8:
-        return
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _tensors(inner, depth + 1)
-    elif isinstance(value, (list, tuple, set)):
-        for inner in value:
-            yield from _tensors(inner, depth + 1)
-    elif is_dataclass(value):
-        for field in fields(value):
-            yield from _tensors(getattr(value, field.name, None), depth + 1)

@@ -68,18 +68,25 @@ def push(need: Callable[[torch.Tensor], None]) -> bool:
     """Make hooks with this `need` the innermost ones; False if they are already. Raises
     RuntimeError where torch forbids such hooks (torch.func's transforms)."""
     below = _autograd._top_saved_tensors_default_hooks(True)
-    if below is not None:
-        owner = getattr(below[0], "__self__", None)
-        if isinstance(owner, SavedTensorHooks) and owner._need == need:
-            return False
+    if _is_ours(below, need):
+        return False
     hooks = SavedTensorHooks(need, below)
     _autograd._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
     return True
 
 
-def pop() -> None:
-    """Undo the last `push` that was True."""
-    _autograd._pop_saved_tensors_default_hooks()
+def pop(need: Callable[[torch.Tensor], None]) -> bool:
+    """Undo the last `push` that was True. False, and nothing is done, where the innermost hooks are
+    not those: an exception has mixed up whose are whose."""
+    is_ours = _is_ours(_autograd._top_saved_tensors_default_hooks(True), need)
+    if is_ours:
+        _autograd._pop_saved_tensors_default_hooks()
+    return is_ours
+
+
+def _is_ours(pair: Pair | None, need: Callable[[torch.Tensor], None]) -> bool:
+    owner = None if pair is None else getattr(pair[0], "__self__", None)
+    return isinstance(owner, SavedTensorHooks) and owner._need == need
 
 
 def are_allowed() -> bool:

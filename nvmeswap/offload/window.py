@@ -3,7 +3,7 @@
 States of a unit:
 
     AWAY --bring--> ARRIVING --use--> IN_USE --last end--> IDLE --use--> IN_USE
-    ARRIVING, IDLE --release--> AWAY
+    IDLE --the model's call ends--> ARRIVING          ARRIVING, IDLE --release--> AWAY
 
 The order of use of the last pass is the plan (`nvmeswap.swap.plan`): the next units are brought
 while one is used, and one whose turn comes again at once stays. A wrong plan costs time only.
@@ -16,8 +16,11 @@ import time
 from collections.abc import Sequence
 from itertools import islice
 
-from nvmeswap.errors import SwapIOError, SwapUsageError
+import torch
+
+from nvmeswap.errors import SwapError, SwapIOError, SwapUsageError
 from nvmeswap.offload.block import Block, ManagedTensor, Mover
+from nvmeswap.offload.fingerprint import Fingerprint
 from nvmeswap.swap.plan import Plan
 
 
@@ -27,7 +30,7 @@ class UnitState(enum.Enum):
     | state    | on the device       | tensors show | who may release it       |
     |----------|---------------------|--------------|--------------------------|
     | AWAY     | no                  | home         | -                        |
-    | ARRIVING | being copied        | home         | the window               |
+    | ARRIVING | perhaps on its way  | home         | the window               |
     | IN_USE   | yes                 | device       | nobody, it is being used |
     | IDLE     | yes                 | device       | the window               |
     """
@@ -42,7 +45,7 @@ LEGAL_MOVES: dict[UnitState, frozenset[UnitState]] = {
     UnitState.AWAY: frozenset({UnitState.ARRIVING}),
     UnitState.ARRIVING: frozenset({UnitState.IN_USE, UnitState.AWAY}),
     UnitState.IN_USE: frozenset({UnitState.IDLE}),
-    UnitState.IDLE: frozenset({UnitState.IN_USE, UnitState.AWAY}),
+    UnitState.IDLE: frozenset({UnitState.IN_USE, UnitState.ARRIVING, UnitState.AWAY}),
 }
 
 
@@ -55,7 +58,9 @@ class Unit:
         self.blocks = list(blocks)
         self.state = UnitState.AWAY
         self.stays = False
+        self.is_given_away = False  # a result of the model is in its memory
         self.holds = 0
+        self.fingerprint: Fingerprint | None = None  # of what is on the device, if it stays there
 
     @property
     def nbytes(self) -> int:
@@ -93,6 +98,9 @@ class Window:
         self._spare: dict[Unit, None] = {}  # on the device, held by nobody, and not staying
         self._visitors: dict[Unit, None] = {}  # that stay until all are released
         self._backward_unit: Unit | None = None
+        self._by_storage = {
+            block.storage._cdata: unit for unit in units for block in unit.blocks
+        }
         self.peak_count = self.peak_nbytes = 0
         self.bring_count = self.prefetch_count = self.late_count = 0
         self.stall_s = 0.0
@@ -101,6 +109,10 @@ class Window:
 
     def unit(self, name: str) -> Unit:
         return self._by_name[name]
+
+    def unit_of(self, storage: torch.UntypedStorage) -> Unit | None:
+        """The unit whose memory on the device this is."""
+        return self._by_storage.get(storage._cdata)
 
     def hold(self, unit: Unit, *, is_planned: bool = True) -> None:
         """Have it on the device, its tensors showing it, until `let_go`. Waits for the drive where
@@ -118,9 +130,9 @@ class Window:
         if unit.state is not UnitState.IN_USE:
             self._move(unit, UnitState.IN_USE)
 
-    def let_go(self, unit: Unit, *, has_run: bool) -> None:
+    def let_go(self, unit: Unit, *, has_run: bool, may_be_shown: bool = False) -> None:
         """The end of a use; releases it unless its turn comes again at once. `has_run`: its forward
-        has, which may have changed buffers without saying so."""
+        has, which may have changed buffers without saying so. `may_be_shown`: as `release`."""
         assert unit.holds > 0, f"{unit.name} is not held"
         unit.holds -= 1
         if unit.holds == 0:
@@ -129,8 +141,12 @@ class Window:
                     self._write_back(unit, has_run=True)
             finally:
                 self._move(unit, UnitState.IDLE)
-            if unit is not self._backward_unit and not self._is_needed_soon(unit):
-                self.release(unit)
+            if self._stays(unit):
+                unit.fingerprint = unit.fingerprint or Fingerprint(
+                    managed.tensor for _, managed in unit.tensors
+                )
+            elif unit is not self._backward_unit and not self._is_needed_soon(unit):
+                self.release(unit, may_be_shown=may_be_shown)
 
     def use_in_backward(self, unit: Unit) -> None:
         """Its backward has come: it stays until that of another one does, or `end_pass`."""
@@ -153,6 +169,16 @@ class Window:
         self.plan.end_step()
         self.release_all()
 
+    def show_homes(self) -> None:
+        """The model's call is over, and its backward still to come: what nobody holds shows its
+        home, for whoever reads or edits it meanwhile, and its copy stays for backward."""
+        for unit in list(self._spare):
+            if unit.state is UnitState.IDLE:
+                self._write_back(unit, has_run=False)
+                for _, managed in unit.tensors:
+                    managed.show_home()
+                self._move(unit, UnitState.ARRIVING)
+
     def bring_all(self, units: Sequence[Unit]) -> None:
         """Have these on the device until `release_all(also_staying=True)`."""
         for unit in units:
@@ -166,9 +192,15 @@ class Window:
         units = self.units if also_staying else list(self._spare)
         if also_staying:
             self._visitors.clear()
+        failure: SwapError | None = None
         for unit in units:
             if unit.state in (UnitState.ARRIVING, UnitState.IDLE):
-                self.release(unit)
+                try:
+                    self.release(unit, may_be_shown=True)
+                except SwapError as error:
+                    failure = failure or error
+        if failure is not None:
+            raise failure
 
     @property
     def here(self) -> list[Unit]:
@@ -183,24 +215,41 @@ class Window:
     def reset(self) -> None:
         """Nobody holds anything, whatever an exception left half done."""
         self._backward_unit = None
-        self._here = {unit: None for unit in self.units if unit.state is not UnitState.AWAY}
+        self._here, self._spare = {}, {}
         for unit in self.units:
             unit.holds = 0
             if unit.state is UnitState.IN_USE:
-                self._move(unit, UnitState.IDLE)
+                unit.state = UnitState.IDLE
             if unit.state is UnitState.AWAY:
-                for block in unit.blocks:
-                    if block.is_here:
-                        self._mover.drop(block)
+                self._clear(unit)
+                continue
+            self._here[unit] = None
+            if not self._stays(unit):
+                self._spare[unit] = None
+
+    def _clear(self, unit: Unit) -> None:
+        """An AWAY unit is away, whatever an exception left of it."""
+        for _, managed in unit.tensors:
+            if managed.is_on_device:
+                managed.show_home()
+        for block in unit.blocks:
+            if block.is_here:
+                self._mover.drop(block)
 
     def take_in_edits(self) -> None:
         """What was written to tensors that are away goes to their homes; one that was converted is
         its own."""
         for unit in self.units:
             if unit.state is UnitState.AWAY:
-                for block, managed in unit.tensors:
-                    if managed.was_changed and not managed.is_converted:
-                        self._mover.send_back(block, managed)
+                for block in unit.blocks:
+                    self._take_in(block, [m for m in block.tensors if not m.is_converted])
+
+    def _take_in(self, block: Block, tensors: Sequence[ManagedTensor]) -> None:
+        changed = [managed for managed in tensors if managed.was_changed]
+        if not changed and tensors and block.home.was_edited():
+            changed = list(tensors[:1])
+        if changed:
+            self._mover.send_back(block, *changed)
 
     # --- coming and going -------------------------------------------------------------------------
 
@@ -214,10 +263,11 @@ class Window:
 
     def _bring(self, unit: Unit) -> None:
         """AWAY -> ARRIVING."""
-        for block, managed in unit.tensors:
-            if managed.was_changed:  # edited while it was away
-                self._mover.send_back(block, managed)
-            elif managed.is_unset:
+        self._clear(unit)
+        for block in unit.blocks:
+            self._take_in(block, block.tensors)
+        for _, managed in unit.tensors:
+            if managed.is_unset:
                 raise SwapUsageError(
                     f"{managed.member.name} has no values: the model was on the meta device",
                     fix="load_state_dict() first",
@@ -250,9 +300,10 @@ class Window:
 
     def _await(self, unit: Unit) -> None:
         if unit.state is UnitState.ARRIVING:
-            for block, managed in unit.tensors:
-                if managed.was_changed:  # while it was on its way
-                    self._mover.send_back(block, managed)
+            for block in unit.blocks:
+                changed = [managed for managed in block.tensors if managed.was_changed]
+                if changed or block.home.was_edited():  # while it was on its way
+                    self._mover.send_back(block, *(changed or block.tensors[:1]))
                     self._mover.refresh(block)
         began = time.perf_counter()
         for block in unit.blocks:
@@ -261,20 +312,34 @@ class Window:
 
     def _write_back(self, unit: Unit, *, has_run: bool) -> None:
         """Changes made on the device go to the home."""
-        for block, managed in unit.tensors:
-            if managed.was_changed or (has_run and managed.may_have_changed_unseen()):
-                self._mover.send_back(block, managed)
+        for block in unit.blocks:
+            changed = [
+                managed
+                for managed in block.tensors
+                if not managed.is_converted
+                and (managed.was_changed or (has_run and managed.may_have_changed_unseen()))
+            ]
+            if changed:
+                self._mover.send_back(block, *changed)
 
-    def release(self, unit: Unit) -> None:
-        """IDLE or ARRIVING -> AWAY."""
+    def release(self, unit: Unit, *, may_be_shown: bool = False) -> None:
+        """IDLE or ARRIVING -> AWAY. `may_be_shown`: no graph needs its memory, so that whoever
+        still shows it (a result, a state_dict) is to keep it."""
+        if unit.fingerprint is not None:
+            unit.fingerprint.mark_changed()
+            unit.fingerprint = None
         if unit.state is UnitState.IDLE:
             self._write_back(unit, has_run=False)  # whoever changed it since
         for _, managed in unit.tensors:
             if managed.is_on_device:
                 managed.show_home()
-        for block in unit.blocks:
-            self._mover.drop(block)
         self._move(unit, UnitState.AWAY)
+        for block in unit.blocks:
+            key = block.storage._cdata
+            self._mover.drop(block, may_be_shown=may_be_shown or unit.is_given_away)
+            if block.storage._cdata != key:
+                self._by_storage[block.storage._cdata] = unit
+        unit.is_given_away = False
 
     def _move(self, unit: Unit, to: UnitState) -> None:
         assert to in LEGAL_MOVES[unit.state], f"{unit.name}: {unit.state.name} -> {to.name}"

@@ -30,6 +30,7 @@ from nvmeswap.store.zeros import write_zeros
 _libc = ctypes.CDLL(None, use_errno=True)
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _NO_FALLOCATE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
+_MAP_NORESERVE = 0x4000  # linux/mman.h: a mapping may be larger than memory
 _OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 GROWTH_NBYTES = 64 << 20  # arbitrary: few growths for small tensors, little wasted on the last
 
@@ -112,12 +113,15 @@ class SwapFile:
         return nbytes - nbytes_before
 
     def map(self) -> mmap.mmap:
-        """The whole file as memory, shared with it: reading a page brings it to the page cache, and
-        the kernel keeps that in step with direct transfers. For a file on one drive. It outlives
-        `close` and `remove`; a failing drive kills who touches it (SIGBUS)."""
+        """The whole file as memory: reading a page brings it to the page cache, which the kernel
+        keeps in step with direct transfers; a page that is written to is the process's own from then
+        on. For a file on one drive. It outlives `close` and `remove`; a failing drive kills who
+        touches it (SIGBUS)."""
         assert len(self._parts) == 1, "a striped file is no single mapping"
         if self._mapping is None or len(self._mapping) < self.nbytes:
-            self._mapping = mmap.mmap(self._parts[0].fileno(), self.nbytes)
+            self._mapping = mmap.mmap(
+                self._parts[0].fileno(), self.nbytes, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE
+            )
         return self._mapping
 
     def close(self) -> None:
