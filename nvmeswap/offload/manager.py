@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -309,17 +309,13 @@ class OffloadManager(PassEvents):
                 self._end_materialize(held, chosen if write else {})
 
     def _end_materialize(
-        self, held: list[Unit], chosen: Mapping[Unit, list[tuple[Block, ManagedTensor]]]
+        self, held: list[Unit], chosen: Mapping[Unit, Mapping[Block, Sequence[ManagedTensor]]]
     ) -> None:
         self._materialized -= 1
-        written: set[Block] = set()  # on NVMe, as a whole
         try:
             for unit in held:
-                for block, managed in chosen.get(unit, ()):
-                    if block not in written or managed.was_changed:
-                        self._mover.send_back(block, managed)
-                        if not block.home.is_in_memory:
-                            written.add(block)
+                for block, tensors in chosen.get(unit, {}).items():
+                    self._mover.send_back(block, *tensors)
         finally:
             for unit in held:
                 self._window.let_go(unit, has_run=False)
