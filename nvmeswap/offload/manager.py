@@ -266,6 +266,11 @@ class OffloadManager(PassEvents):
         """A `SwappedOptimizer` whose states are under `path` (or `nvme_path`, if told), for
         parameters in any tier; those of NVMe are updated by direct reads and writes. None: all that
         are trained. Its options are those of `SwappedOptimizer`."""
+        if options.get("overlap") is not None:
+            raise SwapUsageError(
+                "a step in backward would update parameters while they are on the device",
+                fix="leave out overlap",
+            )
         options.setdefault("nvme_path", self._settings.path)
         if params is None:
             params = [each for each in self.model.parameters() if each.requires_grad]
