@@ -115,6 +115,15 @@ class GradientTraffic:
                 self._touched[key] = record
                 self._window.hold(record.unit, is_planned=False)
                 record.is_held = True
+                self._show_sum(record)
+
+    def _show_sum(self, record: _Record) -> None:
+        """For the user's hooks `grad` is what it would be without us, beside its parameter."""
+        if self._mover.on_gpu:
+            self._add_up(record)
+            held, record.held = record.held, None
+            if held is not None:
+                record.managed.tensor.grad = held.to(self._mover.device)
 
     def _came(self, key: int, tensor: torch.Tensor) -> None:
         with self._lock:
@@ -138,6 +147,8 @@ class GradientTraffic:
                 record.part = record.part + gradient.to("cpu")
 
     def _to_host(self, record: _Record, gradient: torch.Tensor) -> torch.Tensor:
+        if gradient.layout is not torch.strided:
+            return gradient.to("cpu")
         # Once for the first gradients, and once more when they are accumulated.
         if self._pin_memory and len(self._arenas) < (1 if record.held is None else 2):
             self._take_memory()

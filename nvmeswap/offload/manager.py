@@ -31,7 +31,7 @@ from nvmeswap.offload.build import (
 )
 from nvmeswap.offload.changes import StructureChanges
 from nvmeswap.offload.gradients import GradientTraffic
-from nvmeswap.offload.optimizer_home import OffloadedHome, folder_of_states
+from nvmeswap.offload.optimizer_home import OffloadedHome, check_options
 from nvmeswap.offload.passes import Passes, PassEvents
 from nvmeswap.offload.refusals import (
     as_device,
@@ -265,11 +265,12 @@ class OffloadManager(PassEvents):
     ) -> SwappedOptimizer:
         """A `SwappedOptimizer` whose states are under `path` (or `nvme_path`, if told), for
         parameters in any tier; those of NVMe are updated by direct reads and writes. None: all that
-        are trained. Its options are those of `SwappedOptimizer`. Close it before the manager: for
-        parameters on NVMe it can't step afterwards. Raises SwapUsageError for one of those that was
-        frozen when the model was offloaded, and what `SwappedOptimizer` raises."""
+        are trained. Its options are those of `SwappedOptimizer`, but `overlap`. Close it before the
+        manager: over parameters on NVMe it can't step afterwards. Raises SwapUsageError for such a
+        one that was frozen when the model was offloaded, and what `SwappedOptimizer` raises."""
         self._check_open()
-        options["nvme_path"] = folder_of_states(options.get("nvme_path", self._settings.path))
+        options.setdefault("nvme_path", self._settings.path)
+        check_options(options)
         if params is None:
             params = [each for each in self.model.parameters() if each.requires_grad]
         pairs = [pair for unit in self._built.units for pair in unit.tensors]

@@ -228,10 +228,11 @@ class Passes:
     def _moved(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Arguments of the outermost call, on the device."""
+        """Arguments of the outermost call, on the device, if none of them is there: where some are,
+        the others (lengths, say) are meant to be where they are."""
         device = self._mover.device
-        tensors = [*args, *kwargs.values()]
-        if not any(isinstance(t, torch.Tensor) and t.device.type != device.type for t in tensors):
+        tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
+        if not tensors or any(t.device.type == device.type for t in tensors):
             return None
 
         def move(given: Any) -> Any:

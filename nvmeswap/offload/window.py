@@ -133,7 +133,8 @@ class Window:
     def let_go(self, unit: Unit, *, has_run: bool, may_be_shown: bool = False) -> None:
         """The end of a use; releases it unless its turn comes again at once. `has_run`: its forward
         has, which may have changed buffers without saying so. `may_be_shown`: as `release`."""
-        assert unit.holds > 0, f"{unit.name} is not held"
+        if unit.holds == 0:
+            return  # an exception has ended the use, and `reset` was called meanwhile
         unit.holds -= 1
         if unit.holds == 0:
             try:

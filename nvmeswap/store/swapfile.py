@@ -114,9 +114,9 @@ class SwapFile:
 
     def map(self) -> mmap.mmap:
         """The whole file as memory: reading a page brings it to the page cache, which the kernel
-        keeps in step with direct transfers; a page that is written to is the process's own from then
-        on. For a file on one drive. It outlives `close` and `remove`; a failing drive kills who
-        touches it (SIGBUS)."""
+        keeps in step with direct transfers; a page that is written to is the process's own then.
+        For a file on one drive. It outlives `close` and `remove`; a failing drive kills who touches
+        it (SIGBUS)."""
         assert len(self._parts) == 1, "a striped file is no single mapping"
         if self._mapping is None or len(self._mapping) < self.nbytes:
             self._mapping = mmap.mmap(

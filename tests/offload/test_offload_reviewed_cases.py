@@ -393,3 +393,22 @@ def test_log_names_where_trained_parameters_are(
     assert f"{trained} always on the device" in caplog.text
     assert 'trained parameters: "resident"' in caplog.text
     manager.close()
+
+
+# --- converted by hand ----------------------------------------------------------------------------
+
+
+@tiers
+@pytest.mark.parametrize("options", [{}, {"keep_resident_bytes": 1 << 20}], ids=str)
+def test_model_that_was_converted_after_a_forward_can_be_closed(
+    manage: Manage, tier: str, options: dict[str, Any]
+) -> None:
+    """Converted values stay converted."""
+    plain, model = frozen(stack()), frozen(stack())
+    manager = manage(model, tier=tier, **options)
+    model(input_of(0).requires_grad_())  # the last layer is still there: backward may come
+    model.to(torch.bfloat16)
+    manager.close()
+    plain.to(torch.bfloat16)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert ours.dtype is theirs.dtype and torch.equal(ours, theirs)
