@@ -125,8 +125,8 @@ class OffloadStats:
     """Module offload. Resident: units on the device now, and at most at a time, without trained
     parameters and buffers that always are. `in_nbytes` were copied to the device, `out_nbytes` back
     (gradients, buffers, edits). Of `bring_count` copies of units to the device `prefetch_count`
-    were started before their use; `late_count` uses had to wait for the drive, `stall_s` in all.
-    `host_nbytes`: memory taken for homes, slots and gradients."""
+    were started before their use, and `late_count` by it, from host memory too; uses waited
+    `stall_s` in all. `host_nbytes`: memory taken for homes, slots and gradients."""
 
     unit_count: int
     resident_nbytes: int

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,10 +13,10 @@ import torch
 from torch import nn
 
 from nvmeswap.config import AioConfig, SwapBlock
-from nvmeswap.errors import SwapConfigError, SwapUsageError
+from nvmeswap.errors import SwapChecksumError, SwapConfigError, SwapUsageError
 from nvmeswap.memory.budget import available_host_memory
 from nvmeswap.memory.heap import release_freed_memory
-from nvmeswap.offload.block import Block, ManagedTensor
+from nvmeswap.offload.block import Block, ManagedTensor, altered
 from nvmeswap.offload.homes import NVME_ALIGNMENT_NBYTES, Homes, kept_in_ram
 from nvmeswap.offload.layout import (
     TENSOR_ALIGNMENT_NBYTES,
@@ -27,6 +29,7 @@ from nvmeswap.offload.storage import SparePages
 from nvmeswap.offload.units import Granularity, Member, UnitCut, cut_into_units, members_of
 from nvmeswap.offload.window import Unit
 
+_log = logging.getLogger(__name__)
 # Smaller buffers stay in host memory between uses, whatever the tier: they change with each use.
 SMALL_BUFFER_NBYTES = 1 << 20
 # Fills a flat tensor on the host with the elements of a tensor, by name, from one on.
@@ -48,7 +51,7 @@ class Settings:
     prefetch: int
     keep_resident_bytes: int
     max_in_cpu: int
-    buffer_count: int
+    buffer_count: int | None  # None: `slot_count` says it
     pin_memory: bool
     buffers: Literal["swap", "resident"]
     swap: SwapBlock
@@ -70,7 +73,7 @@ class Settings:
             ("prefetch", self.prefetch, 0),
             ("keep_resident_bytes", self.keep_resident_bytes, 0),
             ("max_in_cpu", self.max_in_cpu, 0),
-            ("buffer_count", self.buffer_count, 1),
+            ("buffer_count", 1 if self.buffer_count is None else self.buffer_count, 1),
         ):
             if isinstance(count, bool) or not isinstance(count, int) or count < least:
                 raise SwapConfigError(
@@ -81,6 +84,18 @@ class Settings:
                 "something is to go to NVMe, and no path is given", key="path",
                 fix="name an existing folder on the drive",
             )
+
+        if self.is_pass_through and self.trainable == "nvme":
+            raise SwapConfigError(
+                f"{self.device} shares its memory with the host, where all of the model stays, and "
+                'trainable is "nvme"',
+                key="trainable", fix='use tier="nvme" as well, or unified_memory=False',
+            )
+
+    @property
+    def slot_count(self) -> int:
+        """Of each size, for what is read ahead: beside those that come, one in use and a spare."""
+        return self.prefetch + 2 if self.buffer_count is None else self.buffer_count
 
     def is_resident(self, member: Member) -> bool:
         """Whether it lives on the device."""
@@ -108,13 +123,15 @@ class Resident:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Built:
-    """`needs`: the units that each module's forward uses."""
+    """`needs`: the units that each module's forward uses; `from_meta`: ids of the tensors that had
+    no values before."""
 
     units: list[Unit]
     needs: dict[nn.Module, list[Unit]]
     homes: Homes
     residents: list[Resident]
     spare: SparePages
+    from_meta: frozenset[int]
 
     @property
     def trained(self) -> list[tuple[Unit, ManagedTensor]]:
@@ -158,29 +175,45 @@ def build(model: nn.Module, settings: Settings, values: Values | None) -> Built:
     in_ram, on_nvme = _tiers([plan for group in plans.values() for plan in group])
     homes = Homes(
         in_ram=in_ram, on_nvme=on_nvme, path=settings.path,
-        is_direct=settings.device.type == "cpu", buffer_count=settings.buffer_count,
+        is_direct=settings.device.type == "cpu", buffer_count=settings.slot_count,
         pin_memory=settings.pin_memory and settings.device.type == "cuda",
         max_in_cpu=settings.max_in_cpu, swap=settings.swap, aio=settings.aio,
     )
-    built = Built([], {}, homes, [], SparePages())
+    from_meta = frozenset(id(member.tensor) for member in members if member.tensor.is_meta)
+    built = Built([], {}, homes, [], SparePages(), from_meta)
     freed_nbytes = 0
     try:
         for cut in cuts:
-            unit = _make_unit(cut, plans[cut], homes, settings, values, built.spare)
+            unit = Unit(cut.name or "root", [])
             built.units.append(unit)
+            _furnish(unit, plans[cut], homes, settings, values, built.spare)
             freed_nbytes += unit.nbytes
             if freed_nbytes >= _RELEASE_NBYTES:
                 release_freed_memory()
                 freed_nbytes = 0
         for group in by_storage.values():
             if id(group[0]) in resident_ids:
-                built.residents.extend(_move(group, settings.device, values))
+                built.residents.extend(Resident(each, _device(each.tensor)) for each in group)
+                _move(group, settings.device, values)
     except BaseException:
-        restore_all(built)
+        undo(built)
         homes.close()
         raise
     built.needs.update(_needs(cuts, built.units))
+    _tell(built, settings)
     return built
+
+
+def _tell(built: Built, settings: Settings) -> None:
+    blocks = [block for unit in built.units for block in unit.blocks]
+    _log.info(
+        "offloaded for %s: %d units; %d bytes in host memory, %d on NVMe, %d always on the device; "
+        'trained parameters: "%s"',
+        settings.device, len(built.units),
+        sum(block.nbytes for block in blocks if block.home.is_in_memory),
+        sum(block.nbytes for block in blocks if not block.home.is_in_memory),
+        sum(resident.member.tensor.nbytes for resident in built.residents), settings.trainable,
+    )
 
 
 def _trained_tier(
@@ -196,6 +229,20 @@ def _trained_tier(
     return settings.tier
 
 
+def undo(built: Built) -> None:
+    """As it was before `build`: what had no values has none again."""
+    for member in [
+        *(managed.member for unit in built.units for _, managed in unit.tensors),
+        *(resident.member for resident in built.residents),
+    ]:
+        tensor = member.tensor
+        if id(tensor) in built.from_meta and not tensor.is_meta:
+            give_data(tensor, torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
+            ))
+    restore_all(built)
+
+
 def restore_all(built: Built) -> None:
     """Every tensor as it was before: in memory of its own, on its first device."""
     for unit in built.units:
@@ -203,6 +250,8 @@ def restore_all(built: Built) -> None:
             _give_back(block)
     for resident in built.residents:
         tensor = resident.member.tensor
+        if tensor.is_meta:
+            continue
         tensor.data = tensor.data.to(resident.first_device)
         if tensor.grad is not None:
             tensor.grad = tensor.grad.to(resident.first_device)
@@ -214,12 +263,24 @@ def refuse_to_restore_too_much(built: Built) -> None:
         block.nbytes for unit in built.units for block in unit.blocks
         if not block.home.is_in_memory
     )
+    if not nbytes:
+        return
     room = available_host_memory()
     if nbytes > room.available_nbytes:
         raise SwapUsageError(
             f"{nbytes:_} bytes are on NVMe, and {room.limit} leaves {room.available_nbytes:_}",
             fix="close(restore=False) leaves the tensors mapped from their file",
         )
+
+
+def can_restore(built: Built) -> bool:
+    """Whether it fits; warns if it does not."""
+    try:
+        refuse_to_restore_too_much(built)
+    except SwapUsageError as refusal:
+        warnings.warn(str(refusal), stacklevel=3)
+        return False
+    return True
 
 
 def _device(tensor: torch.Tensor) -> torch.device:
@@ -277,19 +338,18 @@ def _tiers(plans: Sequence[_BlockPlan]) -> tuple[dict[str, int], dict[str, Block
     return in_ram, {name: layout for name, layout in on_nvme.items() if name not in small}
 
 
-def _make_unit(
-    cut: UnitCut, plans: Sequence[_BlockPlan], homes: Homes, settings: Settings,
+def _furnish(
+    unit: Unit, plans: Sequence[_BlockPlan], homes: Homes, settings: Settings,
     values: Values | None, spare: SparePages,
-) -> Unit:
-    blocks = []
+) -> None:
+    """Its blocks, one after the other: each holds its values before a tensor shows it."""
     for plan in plans:
         home = homes.home(plan.name)
         block = Block(plan.name, plan.layout, plan.members, home, settings.device, spare)
         _fill(block, plan, values)
+        unit.blocks.append(block)
         for managed in block.tensors:
             managed.take_home()
-        blocks.append(block)
-    return Unit(cut.name or "root", blocks)
 
 
 def _fill(block: Block, plan: _BlockPlan, values: Values | None) -> None:
@@ -321,11 +381,10 @@ def _set(target: torch.Tensor, name: str, values: Values) -> None:
         target.copy_(whole)
 
 
-def _move(group: list[Member], device: torch.device, values: Values | None) -> list[Resident]:
+def _move(group: list[Member], device: torch.device, values: Values | None) -> None:
     """Tensors of one storage, to the device, where they share one again."""
-    moved = [Resident(member, _device(member.tensor)) for member in group]
     if all(member.tensor.device == device for member in group):
-        return moved
+        return
     layout = lay_out([member.tensor for member in group], alignment_nbytes=TENSOR_ALIGNMENT_NBYTES)
     storage = torch.UntypedStorage(layout.nbytes, device=device)
     for source in layout.sources:
@@ -343,17 +402,21 @@ def _move(group: list[Member], device: torch.device, values: Values | None) -> l
                 )
             _set(on_device, member.name, values)
         give_data(member.tensor, on_device)
-    return moved
 
 
 def _give_back(block: Block) -> None:
+    # One that was converted by the user is in memory of its own.
+    away = [each for each in block.tensors if not each.is_converted and not each.tensor.is_meta]
+    if not away:
+        return
     whole = torch.empty(block.nbytes, dtype=torch.uint8, device="cpu")
     for request in block.home.read(0, whole):
-        request.wait()
+        try:
+            request.wait()
+        except SwapChecksumError as error:
+            raise altered(block, error) from error
     storages: dict[object, torch.UntypedStorage] = {}
-    for managed in block.tensors:
-        if managed.is_converted:
-            continue  # by the user, into memory of its own
+    for managed in away:
         segment = managed.place.segment
         device = managed.first_device
         if segment not in storages:
@@ -377,23 +440,3 @@ def _needs(cuts: Sequence[UnitCut], units: Sequence[Unit]) -> dict[nn.Module, li
             inside = [unit for module in cut.owner.modules() for unit in by_module.get(module, ())]
             needs[cut.owner] = list(dict.fromkeys(inside))
     return needs
-
-
-def choose_staying(units: Sequence[Unit], nbytes: int) -> list[Unit]:
-    """Units that together fit `nbytes`, spread evenly: while one that stays computes, one that does
-    not can be copied."""
-    frozen = [
-        unit
-        for unit in units
-        if unit.nbytes and not any(managed.tensor.requires_grad for _, managed in unit.tensors)
-    ]
-    total_nbytes = sum(unit.nbytes for unit in frozen)
-    chosen: list[Unit] = []
-    due_nbytes, left_nbytes = 0.0, nbytes
-    for unit in frozen:
-        due_nbytes += unit.nbytes * min(1.0, nbytes / total_nbytes)
-        if due_nbytes >= unit.nbytes * 0.999 and unit.nbytes <= left_nbytes:
-            chosen.append(unit)
-            due_nbytes -= unit.nbytes
-            left_nbytes -= unit.nbytes
-    return chosen

@@ -30,7 +30,7 @@ class StructureChanges:
         self._managed: dict[int, tuple[Unit, ManagedTensor]] = {
             id(managed.tensor): (unit, managed) for unit in units for _, managed in unit.tensors
         }
-        # Strong references: an id must not be used again.
+        # Strong references: an id must not be used again while the fingerprint has it.
         self._residents = {id(member.tensor): member.tensor for member in residents}
         self._fingerprint = _fingerprint(model)
 
@@ -54,13 +54,16 @@ class StructureChanges:
             if known is None and id(member.tensor) not in self._residents:
                 known = self._replaced(member, lost)
                 if known is None:
-                    self._take_to_device(member)
+                    present.add(id(self._take_to_device(member)))
             if known is not None:
                 unit, managed = known
                 managed.member.places = member.places
                 for module, _ in member.places:
                     self._passes.follow(module, [unit])
-        self._fingerprint = fingerprint
+        self._residents = {
+            key: tensor for key, tensor in self._residents.items() if key in present
+        }
+        self._fingerprint = _fingerprint(model)
 
     def _replaced(
         self, member: Member, lost: dict[tuple[int, str], tuple[Unit, ManagedTensor]]
@@ -69,7 +72,7 @@ class StructureChanges:
         tensor = member.tensor
         for module, attribute in member.places:
             found = lost.get((id(module), attribute))
-            if found is None:
+            if found is None or torch.is_inference(tensor):
                 continue
             managed = found[1]
             place = managed.place
@@ -87,14 +90,24 @@ class StructureChanges:
             return found
         return None
 
-    def _take_to_device(self, member: Member) -> None:
+    def _take_to_device(self, member: Member) -> torch.Tensor:
+        """The tensor that lives there from now on: another one in its places, if it was made in
+        inference mode and is elsewhere."""
         tensor = member.tensor
-        check_tensor(member.name, tensor)
-        if not tensor.is_meta:
+        if tensor.device != self._device and torch.is_inference(tensor):
+            with torch.inference_mode(False):
+                tensor = tensor.to(self._device, copy=True)
+                if not member.is_buffer:
+                    tensor = nn.Parameter(tensor, member.tensor.requires_grad)
+            for module, attribute in member.places:
+                setattr(module, attribute, tensor)
+        elif tensor.device != self._device and not tensor.is_meta:
+            check_tensor(member.name, tensor)
             tensor.data = tensor.data.to(self._device)
             if tensor.grad is not None:
                 tensor.grad = tensor.grad.to(self._device)
         self._residents[id(tensor)] = tensor
+        return tensor
 
 
 def _fingerprint(model: nn.Module) -> list[int]:

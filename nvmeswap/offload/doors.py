@@ -1,7 +1,8 @@
 """Module offload under the names and arguments that other libraries have for it.
 
 Each function makes an `OffloadManager`, which it returns; its docstring says which. Arguments that
-nothing depends on here are taken and said so. A model that is offloaded already is left as it is.
+nothing depends on here are taken and said so. For a model that is offloaded already the functions
+return the manager that it has; the class, as `OffloadManager`, refuses it.
 """
 
 from __future__ import annotations

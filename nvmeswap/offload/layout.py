@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from nvmeswap.errors import SwapUsageError
 from nvmeswap.io.alignment import padded_nbytes
@@ -146,6 +147,11 @@ def own_storage(memory: torch.Tensor) -> torch.UntypedStorage:
 def check_tensor(name: str, tensor: torch.Tensor) -> None:
     """Raise SwapUsageError for a tensor that is not plain memory."""
     kind = type(tensor)
+    if is_lazy(tensor):
+        raise SwapUsageError(
+            f"{name} has no shape yet ({kind.__name__})",
+            fix="call the model once before it is offloaded",
+        )
     plain = kind in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
     if hasattr(tensor, "ds_id"):
         raise SwapUsageError(
@@ -156,6 +162,11 @@ def check_tensor(name: str, tensor: torch.Tensor) -> None:
         raise SwapUsageError(
             f"{name} was made in inference mode, and can't be moved in place",
             fix="build the model outside torch.inference_mode()",
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        raise SwapUsageError(
+            f"{name} is a conjugate or negative view, whose values are not its bytes",
+            fix="make it plain before: tensor.resolve_conj().resolve_neg()",
         )
     if tensor.layout is not torch.strided or (not plain and _is_wrapper(tensor)):
         raise SwapUsageError(
@@ -173,8 +184,8 @@ def _is_wrapper(tensor: torch.Tensor) -> bool:
 
 
 def give_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """`tensor.data = data`, also for a tensor on the meta device, which stays the same object."""
-    if not tensor.is_meta:
+    """`tensor.data = data`, also from and to the meta device; it stays the same object."""
+    if tensor.is_meta == data.is_meta:
         tensor.data = data
         return
     if isinstance(tensor, torch.nn.Parameter):

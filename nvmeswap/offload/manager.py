@@ -7,7 +7,6 @@ import logging
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -15,7 +14,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from nvmeswap.config import AioConfig, SwapBlock
 from nvmeswap.errors import SwapClosedError, SwapUsageError
@@ -24,21 +22,22 @@ from nvmeswap.offload.build import (
     Settings,
     Values,
     build,
-    choose_staying,
+    can_restore,
     refuse_to_restore_too_much,
     restore_all,
+    undo,
 )
 from nvmeswap.offload.changes import StructureChanges
 from nvmeswap.offload.gradients import GradientTraffic
-from nvmeswap.offload.optimizer_home import OffloadedHome
+from nvmeswap.offload.optimizer_home import OffloadedHome, folder_of_states
 from nvmeswap.offload.passes import Passes, PassEvents
 from nvmeswap.offload.refusals import (
-    refuse_managed,
+    as_device,
+    refuse_modules,
     refuse_processes,
     shares_memory,
-    with_index,
 )
-from nvmeswap.offload.selection import tensors_named
+from nvmeswap.offload.selection import choose_staying, tensors_named
 from nvmeswap.offload.units import Granularity
 from nvmeswap.offload.window import Unit, Window
 from nvmeswap.stats import OffloadStats
@@ -46,7 +45,7 @@ from nvmeswap.swap.plan import Plan
 from nvmeswap.swap.swapped import Params, SwappedOptimizer
 
 _log = logging.getLogger(__name__)
-# Weakly both: a manager refers to its model, which otherwise would never be freed.
+# Weakly both: a model and its manager, who refer to each other, go together when nobody has them.
 _managers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OffloadManager]] = (
     weakref.WeakKeyDictionary()
 )
@@ -107,29 +106,27 @@ class OffloadManager(PassEvents):
         aio: AioConfig | None = None,
         values: Values | None = None,
     ) -> None:
-        self.device = with_index(torch.device(device))
+        self.device = as_device(device)
+        tier = tier or ("nvme" if path is not None else "cpu")
         self._settings = Settings(
-            self.device, tier or ("nvme" if path is not None else "cpu"), path, trainable,
-            granularity, prefetch, keep_resident_bytes, max_in_cpu,
-            prefetch + 2 if buffer_count is None else buffer_count, pin_memory, buffers,
-            swap or SwapBlock(), aio or AioConfig(),
-            is_pass_through=shares_memory(self.device, unified_memory)
-            and (tier or ("cpu" if path is None else "nvme")) == "cpu",
+            self.device, tier, path, trainable, granularity, prefetch, keep_resident_bytes,
+            max_in_cpu, buffer_count, pin_memory, buffers, swap or SwapBlock(), aio or AioConfig(),
+            is_pass_through=shares_memory(self.device, unified_memory) and tier == "cpu",
         )
         if self._settings.is_pass_through:
             _log.info("%s shares its memory with the host: the model stays on it", self.device)
-        refuse_managed(model, _managers)
+        refuse_modules(model, manager_of)
         refuse_processes(model)
         self._lock = threading.RLock()
-        self._model = weakref.ref(model)
+        self.model = model
         self._outermost = model
         self._materialized = 0
         self._plans: dict[tuple[nn.Module, bool], Plan] = {}
-        with contextlib.ExitStack() as undo:
+        with contextlib.ExitStack() as on_error:
             with torch.inference_mode(False), torch.no_grad():
                 self._built = build(model, self._settings, values)
-            undo.callback(self._built.homes.close)
-            undo.callback(restore_all, self._built)
+            on_error.callback(self._built.homes.close)
+            on_error.callback(undo, self._built)
             self._mover = Mover(self.device, self._built.spare)
             self._window = Window(self._built.units, self._mover, prefetch=prefetch)
             if self.device.type == "cpu":
@@ -140,7 +137,7 @@ class OffloadManager(PassEvents):
             self._gradients = GradientTraffic(
                 self._mover, self._window, pin_memory=pin_memory, lock=self._lock
             )
-            undo.callback(self._gradients.close)
+            on_error.callback(self._gradients.close)
             self._gradients.watch(self._built.trained)
             self._passes = Passes(
                 model, self._built.needs, self._window, self._mover, self, self._lock
@@ -149,15 +146,12 @@ class OffloadManager(PassEvents):
                 model, self._built.units, [each.member for each in self._built.residents],
                 self._passes, self.device,
             )
-            undo.callback(self._passes.unfollow)
-            self._stepped = register_optimizer_step_post_hook(
-                partial(_has_stepped, weakref.ref(self))
-            )
-            undo.callback(self._stepped.remove)
+            on_error.callback(self._passes.unfollow)
             self._passes.follow_all()
             self._finalizer = weakref.finalize(self, self._built.homes.close)
+            on_error.callback(_forget, self)
             _managers.update(dict.fromkeys(model.modules(), weakref.ref(self)))
-            undo.pop_all()
+            on_error.pop_all()
 
     # --- passes -----------------------------------------------------------------------------------
 
@@ -165,7 +159,7 @@ class OffloadManager(PassEvents):
         """For `Passes`."""
         if torch.is_grad_enabled():
             refuse_processes(module)
-        if next(module.children(), None) is not None:
+        if module is self.model or next(module.children(), None) is not None:
             self._followed.catch_up(self.model)
         if self._window.is_held and not self._materialized:
             self._window.reset()  # what Ctrl-C left
@@ -217,14 +211,6 @@ class OffloadManager(PassEvents):
             [block.name for name in names for block in self._window.unit(name).blocks]
         )
 
-    def _note_step(self, optimizer: Optimizer) -> None:
-        by_tensor = {id(managed.tensor): managed for managed in self._trained}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                managed = by_tensor.get(id(parameter))
-                if managed is not None:
-                    managed.version = -1
-
     def after_backward(self) -> None:
         """Gradients are in host memory and nothing is on the device but what stays. It is so after
         backward anyway; this is for loops that call it, and after a backward that failed."""
@@ -265,31 +251,34 @@ class OffloadManager(PassEvents):
     ) -> SwappedOptimizer:
         """A `SwappedOptimizer` whose states are under `path` (or `nvme_path`, if told), for
         parameters in any tier; those of NVMe are updated by direct reads and writes. None: all that
-        are trained. Its options are those of `SwappedOptimizer`."""
+        are trained. Its options are those of `SwappedOptimizer`, but `overlap`. Close it before the
+        manager: for parameters on NVMe it can't step afterwards. Raises SwapUsageError for one of
+        those that was frozen when the model was offloaded, and what `SwappedOptimizer` raises."""
+        self._check_open()
         if options.get("overlap") is not None:
             raise SwapUsageError(
                 "a step in backward would update parameters while they are on the device",
                 fix="leave out overlap",
             )
-        options.setdefault("nvme_path", self._settings.path)
+        options["nvme_path"] = folder_of_states(options.get("nvme_path", self._settings.path))
         if params is None:
             params = [each for each in self.model.parameters() if each.requires_grad]
-        home = OffloadedHome(
-            pair for unit in self._built.units for pair in unit.tensors if pair[1] in self._trained
-        )
+        pairs = [pair for unit in self._built.units for pair in unit.tensors]
+        home = OffloadedHome(pairs, self._trained, self._finalizer)
         return SwappedOptimizer(optimizer_class, params, home=home, **options)
 
     # --- weights ----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def materialize(self, *names: str) -> Iterator[None]:
+    def materialize(self, *names: str, write: bool = True) -> Iterator[None]:
         """Have these on the device, to be read or edited; edits are kept.
 
             with manager.materialize("layers.3"):
                 model.layers[3].weight.add_(delta)
 
-        Names of modules or tensors, or patterns; none: all. Raises SwapUsageError for an unknown
-        one.
+        Names of modules or tensors, or patterns; none: all. `write=False`, to read them: nothing is
+        written to their homes at the end, whatever was done through `.data`. Raises SwapUsageError
+        for an unknown one, SwapWriteError at the end.
         """
         self._check_open()
         chosen = tensors_named(self._built, names)
@@ -308,16 +297,20 @@ class OffloadManager(PassEvents):
                 yield
         finally:
             with self._lock:
-                self._end_materialize(held, chosen)
+                self._end_materialize(held, chosen if write else {})
 
     def _end_materialize(
         self, held: list[Unit], chosen: Mapping[Unit, list[tuple[Block, ManagedTensor]]]
     ) -> None:
         self._materialized -= 1
+        written: set[Block] = set()  # on NVMe, as a whole
         try:
             for unit in held:
                 for block, managed in chosen.get(unit, ()):
-                    self._mover.send_back(block, managed)
+                    if block not in written or managed.was_changed:
+                        self._mover.send_back(block, managed)
+                        if not block.home.is_in_memory:
+                            written.add(block)
         finally:
             for unit in held:
                 self._window.let_go(unit, has_run=False)
@@ -347,14 +340,6 @@ class OffloadManager(PassEvents):
             self._mover.settle()
 
     # --- the rest ---------------------------------------------------------------------------------
-
-    @property
-    def model(self) -> nn.Module:
-        """The model. Raises SwapUsageError if it is gone."""
-        model = self._model()
-        if model is None:
-            raise SwapUsageError("the model that was offloaded is gone", fix="keep a reference")
-        return model
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -392,14 +377,11 @@ class OffloadManager(PassEvents):
             refuse_to_restore_too_much(self._built)
         self._passes.abandon()
         self._to_home()
-        model = self._model()
-        if restore and model is not None:
+        if restore:
             restore_all(self._built)
         self._passes.unfollow()
-        self._stepped.remove()
         self._gradients.close()
-        for module in [] if model is None else list(model.modules()):
-            _managers.pop(module, None)
+        _forget(self)
         self._finalizer()
 
     def __enter__(self) -> OffloadManager:
@@ -411,7 +393,14 @@ class OffloadManager(PassEvents):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        """As `close`; a model that does not fit into memory is left mapped from its file, with a
+        warning. An error of the block is not replaced by one in here, which is logged."""
+        try:
+            self.close(restore=not self._finalizer.alive or can_restore(self._built))
+        except Exception:
+            if error is None:
+                raise
+            _log.exception("the manager could not be closed")
 
     def _check_open(self) -> None:
         if not self._finalizer.alive:
@@ -425,17 +414,14 @@ class OffloadManager(PassEvents):
             )
 
 
-def _has_stepped(
-    manager: weakref.ref[OffloadManager], optimizer: Optimizer, args: Any, kwargs: Any
-) -> None:
-    """An optimizer has stepped: torch's fused kernels change parameters without counting. Ours
-    writes them where they are at home."""
-    found = manager()
-    if found is not None and not isinstance(optimizer, SwappedOptimizer):
-        found._note_step(optimizer)
+def _forget(manager: OffloadManager) -> None:
+    """Its modules, wherever they are now, can be offloaded again."""
+    for module in [each for each, found in _managers.items() if found() is manager]:
+        _managers.pop(module, None)
 
 
 def manager_of(model: nn.Module) -> OffloadManager | None:
     """Who manages a model, or the one that it is a part of, if anybody does."""
     found = _managers.get(model)
-    return None if found is None else found()
+    manager = None if found is None else found()
+    return manager if manager is not None and manager._finalizer.alive else None

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nvmeswap.memory.budget import available_host_memory
-from nvmeswap.offload.refusals import shares_memory
+from nvmeswap.offload.refusals import as_device, shares_memory
 from nvmeswap.offload.units import cut_into_units, members_of
 
 # Arbitrary: what activations, kernels and fragments are left.
@@ -43,7 +43,7 @@ def recommend(
     device that shares its memory with the host, copies there gain nothing: it is NVMe or nothing.
     Does not block, and moves nothing.
     """
-    device = torch.device(device)
+    device = as_device(device)
     room = _device_room(device) if device_nbytes is None else device_nbytes
     host_room = available_host_memory().available_nbytes if host_nbytes is None else host_nbytes
     total = _nbytes(model)
@@ -84,7 +84,7 @@ def recommend_pipeline(
     so that its copies hide behind its computation), then image encoders and autoencoders, then text
     encoders. With several devices the denoiser is sharded over them and offloaded last.
     """
-    device = torch.device(device)
+    device = as_device(device)
     room = _device_room(device) if device_nbytes is None else device_nbytes
     host_room = available_host_memory().available_nbytes if host_nbytes is None else host_nbytes
     sizes = {name: _nbytes(model) for name, model in components.items()}

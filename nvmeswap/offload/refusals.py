@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,8 +12,28 @@ from torch import nn
 from nvmeswap.errors import SwapConfigError, SwapUsageError
 
 
-def with_index(device: torch.device) -> torch.device:
-    """The device, by its number."""
+class Manager(Protocol):
+    """What is to be known of an `OffloadManager` here."""
+
+    model: nn.Module
+
+
+def as_device(given: str | torch.device) -> torch.device:
+    """The device, by its number. Raises SwapConfigError for one that can't be served."""
+    known = 'use "cuda" (or "cuda:1"), or "cpu"'
+    try:
+        device = torch.device(given)
+    except (RuntimeError, TypeError) as error:
+        raise SwapConfigError(
+            f"device is {given!r}", key="device", cause=str(error), fix=known
+        ) from error
+    if device.type not in ("cpu", "cuda"):
+        raise SwapConfigError(f"device {device} is not served", key="device", fix=known)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SwapConfigError(
+            f"device is {device}, and torch finds no GPU", key="device",
+            fix='see torch.cuda.is_available(), or use "cpu"',
+        )
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
@@ -30,22 +50,32 @@ def shares_memory(device: torch.device, unified_memory: bool | Literal["auto"]) 
         return unified_memory
     if device.type == "cuda":
         return bool(torch.cuda.get_device_properties(device).is_integrated)
-    return device.type == "mps"
+    return False
 
 
-def refuse_managed(model: nn.Module, managed: Container[nn.Module]) -> None:
-    """Raise SwapUsageError if something moves the weights of a module in it already."""
+def refuse_modules(
+    model: nn.Module, manager_of: Callable[[nn.Module], Manager | None]
+) -> None:
+    """Raise SwapUsageError if a module in it can't be followed, or something moves its weights
+    already."""
     for name, module in model.named_modules():
-        if module in managed:
+        called = f'"{name or "the model"}"'
+        manager = manager_of(module)
+        if manager is not None:
+            is_part = manager.model is not module
             raise SwapUsageError(
-                f'"{name or "the model"}" is offloaded already',
-                fix="close() its manager first",
+                f"{called} is {'a part of a model that is ' if is_part else ''}offloaded already",
+                fix="close() its manager first: nvmeswap.offload.manager_of(module) is it",
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise SwapUsageError(
+                f"{called} is a {type(module).__name__} of torch.jit, which takes no hooks",
+                fix="offload the module that it was made of",
             )
         for attribute in ("_hf_hook", "_diffusers_hook"):
             if hasattr(module, attribute):
                 raise SwapUsageError(
-                    f'"{name or "the model"}" has hooks of another offloading library '
-                    f"({attribute})",
+                    f"{called} has hooks of another offloading library ({attribute})",
                     fix="remove them first (accelerate: remove_hook_from_module(recurse=True))",
                 )
 

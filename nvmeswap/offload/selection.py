@@ -1,4 +1,4 @@
-"""Tensors of a managed model by name."""
+"""Which of a managed model: tensors by name, and units that stay on the device."""
 
 from __future__ import annotations
 
@@ -40,3 +40,23 @@ def _means(pattern: str, name: str) -> bool:
     return any(
         fnmatchcase(".".join(parts[:count]), pattern) for count in range(1, len(parts) + 1)
     )
+
+
+def choose_staying(units: Sequence[Unit], nbytes: int) -> list[Unit]:
+    """Units that together fit `nbytes`, spread evenly: while one that stays computes, one that does
+    not can be copied."""
+    frozen = [
+        unit
+        for unit in units
+        if unit.nbytes and not any(managed.tensor.requires_grad for _, managed in unit.tensors)
+    ]
+    total_nbytes = sum(unit.nbytes for unit in frozen)
+    chosen: list[Unit] = []
+    due_nbytes, left_nbytes = 0.0, nbytes
+    for unit in frozen:
+        due_nbytes += unit.nbytes * min(1.0, nbytes / total_nbytes)
+        if due_nbytes >= unit.nbytes * 0.999 and unit.nbytes <= left_nbytes:
+            chosen.append(unit)
+            due_nbytes -= unit.nbytes
+            left_nbytes -= unit.nbytes
+    return chosen

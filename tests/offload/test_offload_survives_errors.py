@@ -186,11 +186,16 @@ def test_interrupted_while_it_is_made_the_model_is_as_before(
     expected = one_pass(plain)
     options: dict[str, Any] = {"path": tmp_path} if tier == "nvme" else {}
 
+    made: list[OffloadManager] = []
+
     def make() -> None:
-        OffloadManager(model, "cpu", tier=tier, trainable=tier, **options).close()
+        made.append(OffloadManager(model, "cpu", tier=tier, trainable=tier, **options))
 
     for _ in interrupted_everywhere(make, apart=211):
+        assert not made
+        assert not any(module._forward_pre_hooks for module in model.modules())
         assert_equal(one_pass(model), expected)
+    made[0].close()
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
