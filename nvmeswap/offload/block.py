@@ -224,7 +224,7 @@ class Mover:
             try:
                 block.home.copy_to(block.bytes)
             except SwapChecksumError as error:
-                raise _altered(block, error) from error
+                raise altered(block, error) from error
             block.arrived = self._in_stream.record_event()
 
     def await_arrival(self, block: Block) -> None:
@@ -234,7 +234,7 @@ class Mover:
             try:
                 read.wait()
             except SwapChecksumError as error:
-                raise _altered(block, error) from error
+                raise altered(block, error) from error
         block.reads = []
         if block.arrived is not None:
             stream = torch.cuda.current_stream(self.device)
@@ -356,13 +356,12 @@ def _normal_mode() -> Iterator[None]:
         yield
 
 
-def _altered(block: Block, error: SwapChecksumError) -> SwapChecksumError:
+def altered(block: Block, error: SwapChecksumError) -> SwapChecksumError:
+    """The same, in words about weights."""
     return SwapChecksumError(
         f"the weights of {block.name} are not those that were written", path=error.path,
         offset_bytes=error.offset_bytes, cause=str(error),
-        fix="edit weights on NVMe with materialize(), copy_() or load_state_dict(): a write "
-        "through .data to one that is away is not noticed (close(restore=False) keeps what was "
-        "written). If nobody did that, the drive is failing (see `dmesg`)",
+        fix="the drive is failing (see `dmesg`); close(restore=False) keeps what it gives",
     )
 
 

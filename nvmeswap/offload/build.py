@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from nvmeswap.config import AioConfig, SwapBlock
-from nvmeswap.errors import SwapConfigError, SwapUsageError
+from nvmeswap.errors import SwapChecksumError, SwapConfigError, SwapUsageError
 from nvmeswap.memory.budget import available_host_memory
 from nvmeswap.memory.heap import release_freed_memory
-from nvmeswap.offload.block import Block, ManagedTensor
+from nvmeswap.offload.block import Block, ManagedTensor, altered
 from nvmeswap.offload.homes import NVME_ALIGNMENT_NBYTES, Homes, kept_in_ram
 from nvmeswap.offload.layout import (
     TENSOR_ALIGNMENT_NBYTES,
@@ -411,7 +411,10 @@ def _give_back(block: Block) -> None:
         return
     whole = torch.empty(block.nbytes, dtype=torch.uint8, device="cpu")
     for request in block.home.read(0, whole):
-        request.wait()
+        try:
+            request.wait()
+        except SwapChecksumError as error:
+            raise altered(block, error) from error
     storages: dict[object, torch.UntypedStorage] = {}
     for managed in away:
         segment = managed.place.segment

@@ -8,6 +8,7 @@ torch's fused optimizers (2.13) do not move.
 
 from __future__ import annotations
 
+import functools
 import mmap
 
 import torch
@@ -16,9 +17,17 @@ _ENTRY_NBYTES = 8
 _PIECE = 1 << 16  # entries looked at together: of 256 MiB
 
 
+@functools.cache
+def can_be_seen() -> bool:
+    """Whether the kernel tells of own pages here (some sandboxes do not)."""
+    page = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    page[0] = 1
+    return has_own_pages(torch.frombuffer(page, dtype=torch.uint8).data_ptr(), mmap.PAGESIZE)
+
+
 def has_own_pages(address: int, nbytes: int) -> bool:
     """True if one of these pages (the address is a page's) is the process's own. False, too, where
-    the kernel does not say: then edits that torch counts are all that is noticed."""
+    the kernel does not say."""
     first, count = address // mmap.PAGESIZE, -(-nbytes // mmap.PAGESIZE)
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:

@@ -19,7 +19,7 @@ from nvmeswap.config import AioConfig, SwapBlock, check_folders
 from nvmeswap.errors import SwapConfigError
 from nvmeswap.io.engine import Lane
 from nvmeswap.memory.budget import exact_slot_classes
-from nvmeswap.offload.edits import has_own_pages
+from nvmeswap.offload.edits import can_be_seen, has_own_pages
 from nvmeswap.offload.layout import BlockLayout, Segment, own_storage
 from nvmeswap.store.store import StoreRequest
 from nvmeswap.swap.params import ParamPlacement, PartitionedParamSwapper
@@ -113,7 +113,9 @@ class NvmeHome:
             each.segment.offset_bytes + each.segment.nbytes for each in layout.sources
         }
         self._swapper = swapper
-        self._mapping, self._offset_bytes = space.store.mapped(key)
+        # Where own pages can't be seen, a write that torch does not count is to fail the checksum.
+        self._is_private = can_be_seen()
+        self._mapping, self._offset_bytes = space.store.mapped(key, is_private=self._is_private)
         self._address = torch.frombuffer(self._mapping, dtype=torch.uint8).data_ptr()
 
     @property
@@ -158,10 +160,13 @@ class NvmeHome:
         ).untyped_storage()
 
     def was_edited(self) -> bool:
+        if not self._is_private:
+            return False
         return has_own_pages(self._address + self._offset_bytes, self._nbytes)
 
     def forget_edits(self) -> None:
-        self._mapping.madvise(mmap.MADV_DONTNEED, self._offset_bytes, self._nbytes)
+        if self._is_private:
+            self._mapping.madvise(mmap.MADV_DONTNEED, self._offset_bytes, self._nbytes)
 
 
 class Homes:

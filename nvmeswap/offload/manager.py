@@ -7,7 +7,6 @@ import logging
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -15,7 +14,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from nvmeswap.config import AioConfig, SwapBlock
 from nvmeswap.errors import SwapClosedError, SwapUsageError
@@ -149,10 +147,6 @@ class OffloadManager(PassEvents):
                 self._passes, self.device,
             )
             on_error.callback(self._passes.unfollow)
-            self._stepped = register_optimizer_step_post_hook(
-                partial(_has_stepped, weakref.ref(self))
-            )
-            on_error.callback(self._stepped.remove)
             self._passes.follow_all()
             self._finalizer = weakref.finalize(self, self._built.homes.close)
             on_error.callback(_forget, self)
@@ -216,14 +210,6 @@ class OffloadManager(PassEvents):
         self._built.homes.expect(
             [block.name for name in names for block in self._window.unit(name).blocks]
         )
-
-    def _note_step(self, optimizer: Optimizer) -> None:
-        by_tensor = {id(managed.tensor): managed for managed in self._trained}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                managed = by_tensor.get(id(parameter))
-                if managed is not None:
-                    managed.version = -1
 
     def after_backward(self) -> None:
         """Gradients are in host memory and nothing is on the device but what stays. It is so after
@@ -386,7 +372,6 @@ class OffloadManager(PassEvents):
         if restore:
             restore_all(self._built)
         self._passes.unfollow()
-        self._stepped.remove()
         self._gradients.close()
         _forget(self)
         self._finalizer()
@@ -419,16 +404,6 @@ class OffloadManager(PassEvents):
             raise SwapUsageError(
                 "the model is running", fix="call this outside of its forward and backward"
             )
-
-
-def _has_stepped(
-    manager: weakref.ref[OffloadManager], optimizer: Optimizer, args: Any, kwargs: Any
-) -> None:
-    """An optimizer has stepped: torch's fused kernels change parameters without counting. Ours
-    writes them where they are at home."""
-    found = manager()
-    if found is not None and not isinstance(optimizer, SwappedOptimizer):
-        found._note_step(optimizer)
 
 
 def _forget(manager: OffloadManager) -> None:

@@ -109,10 +109,11 @@ class Passes:
             self._needs[module] = list(dict.fromkeys([*(known or ()), *units]))
             if known is not None or module is self._root:
                 return
-        self._handles += [
-            module.register_forward_pre_hook(_Hook(self._enter), prepend=True, with_kwargs=True),
-            module.register_forward_hook(_Hook(self._leave), always_call=True),
-        ]
+        enter, leave = _Hook(self._enter), _Hook(self._leave)
+        self._handles.append(
+            module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+        )
+        self._handles.append(module.register_forward_hook(leave, always_call=True))
 
     def unfollow(self) -> None:
         """Take every hook away; idempotent."""

@@ -193,11 +193,11 @@ class Store:
         """The file that holds the key. Raises SwapUsageError for an unknown one."""
         return self.folder / self._entry(key).file
 
-    def mapped(self, key: str) -> tuple[mmap.mmap, int]:
+    def mapped(self, key: str, *, is_private: bool) -> tuple[mmap.mmap, int]:
         """`SwapFile.map` of the key's file, and where in it the key begins."""
         with self._lock():
             entry = self._entry(key)
-            return self._files[entry.file].map(), entry.extent.offset_bytes
+            return self._files[entry.file].map(is_private=is_private), entry.extent.offset_bytes
 
     # --- bytes -----------------------------------------------------------------------------------
 

@@ -112,16 +112,15 @@ class SwapFile:
             raise
         return nbytes - nbytes_before
 
-    def map(self) -> mmap.mmap:
+    def map(self, *, is_private: bool) -> mmap.mmap:
         """The whole file as memory: reading a page brings it to the page cache, which the kernel
-        keeps in step with direct transfers; a page that is written to is the process's own then.
-        For a file on one drive. It outlives `close` and `remove`; a failing drive kills who touches
-        it (SIGBUS)."""
+        keeps in step with direct transfers. `is_private`: a page that is written to is the
+        process's own then; else it is the file's. For a file on one drive. It outlives `close` and
+        `remove`; a failing drive kills who touches it (SIGBUS)."""
         assert len(self._parts) == 1, "a striped file is no single mapping"
         if self._mapping is None or len(self._mapping) < self.nbytes:
-            self._mapping = mmap.mmap(
-                self._parts[0].fileno(), self.nbytes, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE
-            )
+            flags = mmap.MAP_PRIVATE | _MAP_NORESERVE if is_private else mmap.MAP_SHARED
+            self._mapping = mmap.mmap(self._parts[0].fileno(), self.nbytes, flags=flags)
         return self._mapping
 
     def close(self) -> None:

@@ -192,8 +192,11 @@ def test_leaf_that_is_the_whole_model_may_be_given_another_weight(
     model, plain = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
     manage(model, tier=tier, trainable=tier)
     infer(model)
+    old = weakref.ref(model.weight)
     model.weight, model.bias = (nn.Parameter(each.detach().clone()) for each in plain.parameters())
     assert_equal(infer(model), infer(plain))
+    gc.collect()
+    assert old() is None  # the new one has its home
 
 
 # --- values on the meta device --------------------------------------------------------------------
