@@ -248,13 +248,16 @@ def restore_all(built: Built) -> None:
     for unit in built.units:
         for block in unit.blocks:
             _give_back(block)
-    for resident in built.residents:
-        tensor = resident.member.tensor
-        if tensor.is_meta:
-            continue
-        tensor.data = tensor.data.to(resident.first_device)
-        if tensor.grad is not None:
-            tensor.grad = tensor.grad.to(resident.first_device)
+    first_devices = {id(each.member): each.first_device for each in built.residents}
+    residents = [each.member for each in built.residents if not each.member.tensor.is_meta]
+    for group in _by_storage(residents).values():
+        device = first_devices[id(group[0])]
+        if len(group) > 1:
+            _move(group, device, None)
+        for tensor in [member.tensor for member in group]:
+            tensor.data = tensor.data.to(device)
+            if tensor.grad is not None:
+                tensor.grad = tensor.grad.to(device)
 
 
 def refuse_to_restore_too_much(built: Built) -> None:
