@@ -6,7 +6,12 @@ import contextlib
 import logging
 import threading
 import weakref
+<<<<<<< HEAD
 from collections.abc import Iterator, Mapping
+=======
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+>>>>>>> 8d99d102d1fe5eb219b82db08a3fd65986759a38
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -29,7 +34,7 @@ from nvmeswap.offload.build import (
 )
 from nvmeswap.offload.changes import StructureChanges
 from nvmeswap.offload.gradients import GradientTraffic
-from nvmeswap.offload.optimizer_home import OffloadedHome, folder_of_states
+from nvmeswap.offload.optimizer_home import OffloadedHome, check_options
 from nvmeswap.offload.passes import Passes, PassEvents
 from nvmeswap.offload.refusals import (
     as_device,
@@ -252,6 +257,7 @@ class OffloadManager(PassEvents):
         """A `SwappedOptimizer` whose states are under `path` (or `nvme_path`, if told), for
         parameters in any tier; those of NVMe are updated by direct reads and writes. None: all that
         are trained. Its options are those of `SwappedOptimizer`, but `overlap`. Close it before the
+<<<<<<< HEAD
         manager: for parameters on NVMe it can't step afterwards. Raises SwapUsageError for one of
         those that was frozen when the model was offloaded, and what `SwappedOptimizer` raises."""
         self._check_open()
@@ -261,6 +267,13 @@ class OffloadManager(PassEvents):
                 fix="leave out overlap",
             )
         options["nvme_path"] = folder_of_states(options.get("nvme_path", self._settings.path))
+=======
+        manager: over parameters on NVMe it can't step afterwards. Raises SwapUsageError for such a
+        one that was frozen when the model was offloaded, and what `SwappedOptimizer` raises."""
+        self._check_open()
+        options.setdefault("nvme_path", self._settings.path)
+        check_options(options)
+>>>>>>> 8d99d102d1fe5eb219b82db08a3fd65986759a38
         if params is None:
             params = [each for each in self.model.parameters() if each.requires_grad]
         pairs = [pair for unit in self._built.units for pair in unit.tensors]
@@ -300,17 +313,13 @@ class OffloadManager(PassEvents):
                 self._end_materialize(held, chosen if write else {})
 
     def _end_materialize(
-        self, held: list[Unit], chosen: Mapping[Unit, list[tuple[Block, ManagedTensor]]]
+        self, held: list[Unit], chosen: Mapping[Unit, Mapping[Block, Sequence[ManagedTensor]]]
     ) -> None:
         self._materialized -= 1
-        written: set[Block] = set()  # on NVMe, as a whole
         try:
             for unit in held:
-                for block, managed in chosen.get(unit, ()):
-                    if block not in written or managed.was_changed:
-                        self._mover.send_back(block, managed)
-                        if not block.home.is_in_memory:
-                            written.add(block)
+                for block, tensors in chosen.get(unit, {}).items():
+                    self._mover.send_back(block, *tensors)
         finally:
             for unit in held:
                 self._window.let_go(unit, has_run=False)
@@ -321,8 +330,9 @@ class OffloadManager(PassEvents):
         """The model's, with real tensors: of NVMe's, mapped from their file, so that they take
         memory only while they are read. As torch's, they are the model's own: copy what is to
         stay."""
-        self._to_home()
-        return dict(self.model.state_dict())
+        with self._lock:
+            self._to_home()
+            return dict(self.model.state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """As the model's; what goes to NVMe is there on return. Raises SwapWriteError."""
@@ -333,8 +343,8 @@ class OffloadManager(PassEvents):
 
     def _to_home(self) -> None:
         """Nothing is on the device, and homes have what was written to tensors that are away."""
-        self._check_idle()
         with self._lock:
+            self._check_idle()
             self._window.release_all(also_staying=True)
             self._window.take_in_edits()
             self._mover.settle()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -97,11 +96,15 @@ class OffloadedHome(ResidentHome):
         return block.home.write(begin, values.view(torch.uint8))
 
 
-def folder_of_states(path: str | Path | Sequence[str | Path] | None) -> Any:
-    """Raises SwapPathError for none."""
-    if path is None:
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise SwapPathError or SwapUsageError for those of a `SwappedOptimizer` that can't be."""
+    if options["nvme_path"] is None:
         raise SwapPathError(
             "the optimizer's states go to NVMe, and the manager has no path", key="nvme_path",
             fix="name an existing folder on the drive: manager.optimizer(..., nvme_path=...)",
         )
-    return path
+    if options.get("overlap") is not None:
+        raise SwapUsageError(
+            "a step in backward would update parameters while they are on the device",
+            fix="leave out overlap",
+        )

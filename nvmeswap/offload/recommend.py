@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -35,12 +35,14 @@ def recommend(
     path: str | Path | None = None,
     device_nbytes: int | None = None,
     host_nbytes: int | None = None,
+    unified_memory: bool | Literal["auto"] = "auto",
 ) -> Recommendation:
     """How to offload a model: not at all, by blocks in host memory, by blocks on NVMe, or by leaf
     modules there.
 
     `device_nbytes` and `host_nbytes`: what there is for weights (None: what is free now). On a
-    device that shares its memory with the host, copies there gain nothing: it is NVMe or nothing.
+    device that shares its memory with the host (`unified_memory`; "auto" asks it), copies there
+    gain nothing: it is NVMe or nothing.
     Does not block, and moves nothing.
     """
     device = as_device(device)
@@ -54,7 +56,7 @@ def recommend(
     granularity, window = ("block", block) if block <= room * _FOR_WEIGHTS else ("leaf", leaf)
     keep = max(0, int(room * _FOR_WEIGHTS) - window)
     arguments = {"granularity": granularity, "keep_resident_bytes": keep}
-    if total <= host_room * _FOR_WEIGHTS and not shares_memory(device, "auto"):
+    if total <= host_room * _FOR_WEIGHTS and not shares_memory(device, unified_memory):
         return Recommendation(
             {"tier": "cpu", **arguments}, "the model fits in host memory", window + keep
         )
@@ -76,6 +78,7 @@ def recommend_pipeline(
     path: str | Path | None = None,
     device_nbytes: int | None = None,
     host_nbytes: int | None = None,
+    unified_memory: bool | Literal["auto"] = "auto",
 ) -> dict[str, Recommendation]:
     """The same for the parts of a pipeline, by name: one after the other is offloaded, until what
     stays on the device fits.
@@ -108,6 +111,7 @@ def recommend_pipeline(
         staying -= sizes[name]
         result[name] = recommend(
             components[name], device, path=path, host_nbytes=host_room,
+            unified_memory=unified_memory,
             device_nbytes=max(0, min(room - staying, sizes[name])),
         )
         if (result[name].arguments or {}).get("tier") == "cpu":

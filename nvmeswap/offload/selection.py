@@ -13,17 +13,17 @@ from nvmeswap.offload.window import Unit
 
 def tensors_named(
     built: Built, names: Sequence[str]
-) -> dict[Unit, list[tuple[Block, ManagedTensor]]]:
+) -> dict[Unit, dict[Block, list[ManagedTensor]]]:
     """The tensors that are, or are in modules that are, called by one of these names or patterns,
-    by unit; all, if there are no names. Raises SwapUsageError for a name of nothing."""
+    by unit and block; all, if there are no names. Raises SwapUsageError for a name of nothing."""
     unknown = set(names)
-    chosen: dict[Unit, list[tuple[Block, ManagedTensor]]] = {}
+    chosen: dict[Unit, dict[Block, list[ManagedTensor]]] = {}
     for unit in built.units:
         for block, managed in unit.tensors:
             fits = {name for name in names if _means(name, managed.member.name)}
             unknown -= fits
             if fits or not names:
-                chosen.setdefault(unit, []).append((block, managed))
+                chosen.setdefault(unit, {}).setdefault(block, []).append(managed)
     others = [each.member.name for each in built.residents]
     unknown -= {name for name in unknown if any(_means(name, other) for other in others)}
     if unknown:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
 import weakref
@@ -17,8 +18,10 @@ from nvmeswap.errors import (
     SwapClosedError,
     SwapConfigError,
     SwapPathError,
+    SwapReadError,
     SwapUsageError,
 )
+from nvmeswap.io.engine import Engine
 from nvmeswap.memory.budget import HostMemory
 from nvmeswap.offload import manager_of
 from tests.offload.conftest import Manage
@@ -26,6 +29,10 @@ from tests.offload.runs import DIM, assert_equal, collect, frozen, infer, input_
 
 tiers = pytest.mark.parametrize("tier", ["cpu", "nvme"])
 WIDE = 256  # so that a layer goes to NVMe, and not to the memory of the small ones
+
+
+def wide(model: nn.Module, x: torch.Tensor, number: int) -> Any:
+    return model(x.repeat(1, 1, WIDE // DIM))
 
 
 # --- what is refused, before anything is made ----------------------------------------------------
@@ -239,17 +246,25 @@ def test_construction_that_fails_leaves_a_meta_model_on_meta(
 
 
 def test_error_of_the_block_is_not_replaced_by_that_of_close(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, engines: list[Engine]
 ) -> None:
     model = frozen(stack(dim=WIDE))
     manager = OffloadManager(model, "cpu", path=tmp_path)
     with pytest.raises(ZeroDivisionError), manager:
+<<<<<<< HEAD
         with next(tmp_path.rglob("params.swp")).open("r+b") as file:  # not what was written
             file.write(b"\xff" * 4096)
+=======
+        engines[-1].inject(f"read * errno {errno.EIO}")
+>>>>>>> 8d99d102d1fe5eb219b82db08a3fd65986759a38
         raise ZeroDivisionError
     assert "could not be closed" in caplog.text
-    manager.close(restore=False)
+    with pytest.raises(SwapReadError), manager:
+        pass
+    engines[-1].inject("")
+    manager.close()
     assert manager_of(model) is None
+    assert_equal(infer(model, wide), infer(frozen(stack(dim=WIDE)), wide))
 
 
 def test_model_larger_than_memory_stays_in_its_file(
@@ -292,10 +307,7 @@ def test_materialize_writes_a_block_on_nvme_once(manage: Manage) -> None:
             each.data.mul_(2)
             each.data = each.data.clone()
         model[0].bias.add_(1)
-    assert manager.stats().out_nbytes - before <= 2 * nbytes
-    with manager.materialize("0"):
-        pass
-    assert manager.stats().out_nbytes - before <= 3 * nbytes
+    assert manager.stats().out_nbytes - before == nbytes
     plain[0].weight.mul_(2)
     plain[0].bias.mul_(2).add_(1)
     x = torch.randn(2, WIDE)
@@ -386,3 +398,22 @@ def test_log_names_where_trained_parameters_are(
     assert f"{trained} always on the device" in caplog.text
     assert 'trained parameters: "resident"' in caplog.text
     manager.close()
+
+
+# --- converted by hand ----------------------------------------------------------------------------
+
+
+@tiers
+@pytest.mark.parametrize("options", [{}, {"keep_resident_bytes": 1 << 20}], ids=str)
+def test_model_that_was_converted_after_a_forward_can_be_closed(
+    manage: Manage, tier: str, options: dict[str, Any]
+) -> None:
+    """Converted values stay converted."""
+    plain, model = frozen(stack()), frozen(stack())
+    manager = manage(model, tier=tier, **options)
+    model(input_of(0).requires_grad_())  # the last layer is still there: backward may come
+    model.to(torch.bfloat16)
+    manager.close()
+    plain.to(torch.bfloat16)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert ours.dtype is theirs.dtype and torch.equal(ours, theirs)
