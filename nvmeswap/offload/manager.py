@@ -6,12 +6,7 @@ import contextlib
 import logging
 import threading
 import weakref
-<<<<<<< HEAD
-from collections.abc import Iterator, Mapping
-=======
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
->>>>>>> 8d99d102d1fe5eb219b82db08a3fd65986759a38
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -257,23 +252,11 @@ class OffloadManager(PassEvents):
         """A `SwappedOptimizer` whose states are under `path` (or `nvme_path`, if told), for
         parameters in any tier; those of NVMe are updated by direct reads and writes. None: all that
         are trained. Its options are those of `SwappedOptimizer`, but `overlap`. Close it before the
-<<<<<<< HEAD
-        manager: for parameters on NVMe it can't step afterwards. Raises SwapUsageError for one of
-        those that was frozen when the model was offloaded, and what `SwappedOptimizer` raises."""
-        self._check_open()
-        if options.get("overlap") is not None:
-            raise SwapUsageError(
-                "a step in backward would update parameters while they are on the device",
-                fix="leave out overlap",
-            )
-        options["nvme_path"] = folder_of_states(options.get("nvme_path", self._settings.path))
-=======
         manager: over parameters on NVMe it can't step afterwards. Raises SwapUsageError for such a
         one that was frozen when the model was offloaded, and what `SwappedOptimizer` raises."""
         self._check_open()
         options.setdefault("nvme_path", self._settings.path)
         check_options(options)
->>>>>>> 8d99d102d1fe5eb219b82db08a3fd65986759a38
         if params is None:
             params = [each for each in self.model.parameters() if each.requires_grad]
         pairs = [pair for unit in self._built.units for pair in unit.tensors]

@@ -251,12 +251,7 @@ def test_error_of_the_block_is_not_replaced_by_that_of_close(
     model = frozen(stack(dim=WIDE))
     manager = OffloadManager(model, "cpu", path=tmp_path)
     with pytest.raises(ZeroDivisionError), manager:
-<<<<<<< HEAD
-        with next(tmp_path.rglob("params.swp")).open("r+b") as file:  # not what was written
-            file.write(b"\xff" * 4096)
-=======
         engines[-1].inject(f"read * errno {errno.EIO}")
->>>>>>> 8d99d102d1fe5eb219b82db08a3fd65986759a38
         raise ZeroDivisionError
     assert "could not be closed" in caplog.text
     with pytest.raises(SwapReadError), manager:
