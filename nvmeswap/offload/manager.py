@@ -313,8 +313,9 @@ class OffloadManager(PassEvents):
         """The model's, with real tensors: of NVMe's, mapped from their file, so that they take
         memory only while they are read. As torch's, they are the model's own: copy what is to
         stay."""
-        self._to_home()
-        return dict(self.model.state_dict())
+        with self._lock:
+            self._to_home()
+            return dict(self.model.state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """As the model's; what goes to NVMe is there on return. Raises SwapWriteError."""
@@ -325,8 +326,8 @@ class OffloadManager(PassEvents):
 
     def _to_home(self) -> None:
         """Nothing is on the device, and homes have what was written to tensors that are away."""
-        self._check_idle()
         with self._lock:
+            self._check_idle()
             self._window.release_all(also_staying=True)
             self._window.take_in_edits()
             self._mover.settle()
