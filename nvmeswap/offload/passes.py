@@ -29,6 +29,7 @@ from nvmeswap.offload.borrowed import BorrowedWeights, enter, is_compiled, leave
 from nvmeswap.offload.results import nodes_of, tensors_in
 from nvmeswap.offload.window import Unit, Window
 
+_AUTOGRAD_FILE = "torch/autograd/graph.py"  # where Python waits for a backward pass
 _MODULE_FILE = "torch/nn/modules/module.py"
 _EARLY_STOP = getattr(checkpoint, "_StopRecomputationError", ())
 
@@ -207,14 +208,15 @@ class Passes:
             )
 
     def _other_thread_runs(self) -> bool:
-        """Whether a call is under way in another thread: one of its frames is a module's."""
-        thread = self._busy_thread
-        if thread is None or thread == threading.get_ident():
-            return False
-        frame = sys._current_frames().get(thread)
-        while frame is not None and not frame.f_code.co_filename.endswith(_MODULE_FILE):
-            frame = frame.f_back
-        return frame is not None
+        """Whether a forward, or a backward that uses units, is under way in another thread."""
+        me, busy = threading.get_ident(), self._busy_thread
+        frames = {t: frame for t, frame in sys._current_frames().items() if t != me}
+        if busy in frames and _has_frame(frames[busy], file=_MODULE_FILE):
+            return True
+        in_backward = self._task is not None and saved.current_task() is None
+        return in_backward and any(
+            _has_frame(frame, file=_AUTOGRAD_FILE) for frame in frames.values()
+        )
 
     def _push_hooks(self) -> bool:
         if saved.are_allowed():
@@ -423,6 +425,12 @@ def _caller() -> FrameType:
     while frame.f_back is not None and not frame.f_code.co_filename.endswith(_MODULE_FILE):
         frame = frame.f_back
     return frame
+
+
+def _has_frame(frame: FrameType | None, *, file: str) -> bool:
+    while frame is not None and not frame.f_code.co_filename.endswith(file):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _is_running(wanted: FrameType) -> bool:
