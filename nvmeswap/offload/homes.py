@@ -124,7 +124,7 @@ class NvmeHome:
 
     def copy_to(self, out: torch.Tensor) -> list[StoreRequest]:
         if self._is_direct:
-            return self._swapper.read_part(self.key, 0, out, Lane.PREFETCH)
+            return self._swapper.read_part(self.key, 0, out, Lane.DEMAND)
         self._swapper.fetch(self.key, out)
         return []
 
@@ -212,6 +212,7 @@ class Homes:
             self.swapper = PartitionedParamSwapper(
                 specs, placement, store=self.space.store,
                 pool=self.space.pools["weights from NVMe"], timeout_s=self.space.timeout_s,
+                ahead=Lane.DEMAND,  # the prefetch lane is kept short for others, and there are none
             )
             self._homes: dict[str, BlockHome] = {
                 name: NvmeHome(name, layout, self.swapper, self.space, is_direct=is_direct)

@@ -98,7 +98,8 @@ class PartitionedParamSwapper:
         swapper.update(key, 0, values)   # by the optimizer
         swapper.end_step()               # from here on reads run ahead of the uses
 
-    Args: `specs` in order of first use; `store` and `pool` may be None when nothing is swapped.
+    Args: `specs` in order of first use; `store` and `pool` may be None when nothing is swapped;
+    `ahead`, the lane of reads that run ahead: DEMAND where nothing else asks for the drive.
     Raises: SwapReadError and its kin when a shard can't be read, SwapPoolTimeoutError when no slot
     comes free in `timeout_s`.
     Blocking: `fetch`, `read` and `write` wait for the disk; `read_part` and `update` do not.
@@ -114,11 +115,13 @@ class PartitionedParamSwapper:
         store: Store | None,
         pool: Pool | None,
         timeout_s: float,
+        ahead: Lane = Lane.PREFETCH,
     ) -> None:
         self._placement = placement
         self._store = store
         self._pool = pool
         self._timeout_s = timeout_s
+        self._ahead = ahead
         self._lock = threading.RLock()
         self._plan = Plan()
         self._kept: dict[str, _Shard] = {}
@@ -393,7 +396,7 @@ class PartitionedParamSwapper:
             slot = shard.slot or self._pool.try_acquire(shard.spec.nbytes, holder=key)
             if slot is None:
                 continue
-            self._start_reading(shard, slot, Lane.PREFETCH)
+            self._start_reading(shard, slot, self._ahead)
             self._prefetch_count += 1
 
     def _keep(self, shard: _Shard) -> None:
