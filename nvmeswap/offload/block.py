@@ -342,9 +342,12 @@ class Mover:
         with torch.cuda.stream(self._out_stream):
             yield self._out_stream
 
+    def give_up_spare(self) -> None:
+        """Memory that is kept for the next units goes back to the system."""
+        self._spare.discard()
+
     def settle(self) -> None:
         """Wait until no copy reads or writes host memory: it is the user's again."""
-        self._spare.discard()
         if self._in_stream is not None and self._out_stream is not None:
             self._in_stream.synchronize()
             self._out_stream.synchronize()

@@ -245,6 +245,7 @@ class OffloadManager(PassEvents):
             self._passes.forget_stale_calls()
             self._window.release_all(also_staying=True)
             self._mover.settle()
+            self._mover.give_up_spare()
 
     def optimizer(
         self, optimizer_class: type[Optimizer], params: Params | None = None, **options: Any
@@ -375,6 +376,7 @@ class OffloadManager(PassEvents):
         self._passes.unfollow()
         self._gradients.close()
         _forget(self)
+        self._mover.give_up_spare()
         self._finalizer()
 
     def __enter__(self) -> OffloadManager:

@@ -3,9 +3,10 @@
 Facts (kernel 6.18). On a GPU torch's own `resize_(0)` frees a storage's memory to the caching
 allocator, and `resize_(nbytes)` takes some again. On the CPU that would be an malloc of fresh pages
 each time: zeroing 64 MiB in 4 KiB faults takes longer than reading them from a drive. So there a
-storage is a mapping of its own on 2 MiB pages. What one gives up the next of its size gets, by
-mremap: pages move, nothing is zeroed or copied, and MREMAP_DONTUNMAP (kernel 5.7) keeps the
-addresses that they leave. Memory that is away is not to be read: it faults, as a freed one would.
+storage is a mapping of its own on 2 MiB pages. What one gives up the next of its size gets, also in
+the next pass, by mremap: pages move, nothing is zeroed or copied, and MREMAP_DONTUNMAP (kernel 5.7)
+keeps the addresses that they leave. Memory that is away is not to be read: it faults, as a freed
+one would.
 """
 
 from __future__ import annotations
