@@ -355,9 +355,7 @@ class OffloadManager(PassEvents):
             prefetch_count=window.prefetch_count,
             late_count=window.late_count,
             stall_s=window.stall_s,
-            host_nbytes=self._built.homes.host_nbytes
-            + self._gradients.host_nbytes
-            + self._built.spare.nbytes,
+            host_nbytes=self._built.homes.host_nbytes + self._gradients.host_nbytes,
         )
 
     def close(self, *, restore: bool = True) -> None:

@@ -61,10 +61,6 @@ class SparePages:
     def __init__(self) -> None:
         self._spare: list[HostStorage] = []
 
-    @property
-    def nbytes(self) -> int:
-        return sum(storage.nbytes for storage in self._spare)
-
     def keep(self, storage: HostStorage) -> None:
         self._spare.append(storage)
         while len(self._spare) > _MOST_SPARE:
