@@ -251,8 +251,8 @@ def large_stack(layers: int, dim: int) -> nn.Sequential:
 def test_released_model_on_nvme_takes_one_hundredth_of_its_bytes(
     tmp_path: Path,
 ) -> None:
-    """Beyond the slots that it was allowed, the pages of the window (the CPU keeps them for the next
-    pass), and a unit that malloc may keep. field case B12, B13"""
+    """Beyond the slots that it was allowed, the pages of the window (the CPU keeps them for
+    the next pass), and a unit that malloc may keep. field case B12, B13"""
     layers, dim, x = 32, 1024, torch.ones(1, 1024)
     with OffloadManager(large_stack(2, dim), "cpu", path=tmp_path) as first:
         first.model(x)  # what is taken once a process
