@@ -268,6 +268,9 @@ def test_checkpointed_training_is_exact(manage: Manage, tier: str, reentrant: bo
 # --- memory --------------------------------------------------------------------------------------
 
 
+WORKSPACE_NBYTES = 40 << 20  # cuBLAS's
+
+
 def peak_nbytes(call: Callable[[], object]) -> int:
     gc.collect()
     torch.cuda.synchronize()
@@ -282,6 +285,8 @@ def peak_nbytes(call: Callable[[], object]) -> int:
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_peak_is_the_window(manage: Manage, tier: str, prefetch: int) -> None:
     """features A1, A2, F1, F4"""
+    gc.collect()
+    base_nbytes = torch.cuda.memory_allocated()
     model = frozen(wide())
     manage(model, "cuda", tier=tier, prefetch=prefetch)
     x = torch.randn(4, WIDE, device="cuda").requires_grad_()
@@ -290,7 +295,7 @@ def test_peak_is_the_window(manage: Manage, tier: str, prefetch: int) -> None:
     for call in (lambda: model(x).sum().backward(), lambda: infer_once(model, x)):
         assert peak_nbytes(call) <= (prefetch + 1) * UNIT_NBYTES + slack
         gc.collect()
-        assert torch.cuda.memory_allocated() < UNIT_NBYTES + (20 << 20)
+        assert torch.cuda.memory_allocated() < base_nbytes + UNIT_NBYTES + WORKSPACE_NBYTES
 
 
 def infer_once(model: nn.Module, x: torch.Tensor) -> None:
@@ -300,8 +305,8 @@ def infer_once(model: nn.Module, x: torch.Tensor) -> None:
 
 @tiers
 def test_gradients_leave_as_they_are_produced(manage: Manage, tier: str) -> None:
-    """features F9, F19, section 4: 4"""
-    model = wide(12)
+    """Those under 32 MiB together may be on their way. features F9, F19, section 4: 4"""
+    model = wide(24)
     manage(model, "cuda", tier=tier, trainable=tier, prefetch=1)
     x = torch.randn(4, WIDE, device="cuda")
 
@@ -309,7 +314,7 @@ def test_gradients_leave_as_they_are_produced(manage: Manage, tier: str) -> None
         model(x).sum().backward()
 
     step()
-    assert peak_nbytes(step) <= 5 * UNIT_NBYTES + (1 << 20)
+    assert peak_nbytes(step) <= 5 * UNIT_NBYTES + (33 << 20)
     for layer in model:
         assert layer.weight.grad is not None and layer.weight.grad.device.type == "cpu"
 
@@ -340,7 +345,7 @@ def test_toy_trains_below_its_peak(manage: Manage) -> None:
 
     step()
     activations = 10 * 4 * x.nbytes
-    assert peak_nbytes(step) <= activations + 5 * UNIT_NBYTES
+    assert peak_nbytes(step) <= activations + 5 * UNIT_NBYTES + (32 << 20)
 
 
 def test_host_memory_is_pinned_and_not_rounded_up(manage: Manage) -> None:
