@@ -35,7 +35,7 @@ def test_buffers_of_a_submission_that_ctrl_c_cut_short_stay_alive(
     def interrupt(*_: object) -> int:
         raise KeyboardInterrupt
 
-    with Engine(backend="posix", fault_script="read 1 delay 200") as engine:
+    with Engine(backend="posix", fault_script="read 1 delay 1500") as engine:
         file = engine.open(path, direct=DirectMode.OFF)
         buffer = torch.zeros(4096, dtype=torch.uint8)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
