@@ -35,7 +35,7 @@ def import_ours(tier: str) -> Apply:
 
     def apply(model: nn.Module, device: str, folder: Path) -> Any:
         path = folder if tier == "nvme" else None
-        return OffloadManager(model, device, tier=tier, path=path, granularity="block")
+        return OffloadManager(model, device, tier=tier, path=path, granularity="leaf")
 
     return apply
 
