@@ -72,7 +72,7 @@ class OffloadManager(PassEvents):
     "block" of a list of modules, subtrees of so many bytes ("64MB"), or modules by name;
     `prefetch`, units that come ahead; `keep_resident_bytes`, of units that never leave;
     `max_in_cpu`, bytes of NVMe's that stay in host memory between uses; `buffer_count`, units that
-    are read ahead in host memory (None: prefetch and three); `pin_memory`, page-lock host memory;
+    are read ahead in host memory (None: prefetch and two); `pin_memory`, page-lock host memory;
     `buffers`, "swap" or "resident"; `unified_memory`, whether host and device share their memory
     ("auto" asks the device): then tier "cpu" moves the model to the device once and for all;
     `values(name, start, out)`, for tensors on the meta device: fills `out` (flat, on the host) with

@@ -268,9 +268,6 @@ def test_checkpointed_training_is_exact(manage: Manage, tier: str, reentrant: bo
 # --- memory --------------------------------------------------------------------------------------
 
 
-WORKSPACE_NBYTES = 40 << 20  # cuBLAS's
-
-
 def peak_nbytes(call: Callable[[], object]) -> int:
     gc.collect()
     torch.cuda.synchronize()
@@ -285,7 +282,6 @@ def peak_nbytes(call: Callable[[], object]) -> int:
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_peak_is_the_window(manage: Manage, tier: str, prefetch: int) -> None:
     """features A1, A2, F1, F4"""
-    gc.collect()
     base_nbytes = torch.cuda.memory_allocated()
     model = frozen(wide())
     manage(model, "cuda", tier=tier, prefetch=prefetch)
@@ -295,7 +291,7 @@ def test_peak_is_the_window(manage: Manage, tier: str, prefetch: int) -> None:
     for call in (lambda: model(x).sum().backward(), lambda: infer_once(model, x)):
         assert peak_nbytes(call) <= (prefetch + 1) * UNIT_NBYTES + slack
         gc.collect()
-        assert torch.cuda.memory_allocated() < base_nbytes + UNIT_NBYTES + WORKSPACE_NBYTES
+        assert torch.cuda.memory_allocated() < base_nbytes + UNIT_NBYTES + (40 << 20)  # cuBLAS's
 
 
 def infer_once(model: nn.Module, x: torch.Tensor) -> None:
