@@ -8,8 +8,10 @@ torch's fused optimizers (2.13) do not move.
 
 from __future__ import annotations
 
+import errno
 import functools
 import mmap
+import os
 
 import torch
 
@@ -22,23 +24,27 @@ def can_be_seen() -> bool:
     """Whether the kernel tells of own pages here (some sandboxes do not)."""
     page = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     page[0] = 1
-    return has_own_pages(torch.frombuffer(page, dtype=torch.uint8).data_ptr(), mmap.PAGESIZE)
+    try:
+        return has_own_pages(torch.frombuffer(page, dtype=torch.uint8).data_ptr(), mmap.PAGESIZE)
+    except OSError:
+        return False
 
 
 def has_own_pages(address: int, nbytes: int) -> bool:
-    """True if one of these pages (the address is a page's) is the process's own. False, too, where
-    the kernel does not say."""
-    first, count = address // mmap.PAGESIZE, -(-nbytes // mmap.PAGESIZE)
-    try:
-        with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
-            for begin in range(first, first + count, _PIECE):
-                pagemap.seek(begin * _ENTRY_NBYTES)
-                raw = bytearray(pagemap.read(min(_PIECE, first + count - begin) * _ENTRY_NBYTES))
-                entries = torch.frombuffer(raw, dtype=torch.int64)
-                is_there = (entries >> 62) & 3 != 0
-                is_the_files = (entries >> 61) & 1 != 0
-                if bool((is_there & ~is_the_files).any()):
-                    return True
-    except (OSError, ValueError):
-        return False
+    """True if one of these pages (the address is a page's) is the process's own. Raises OSError
+    where the kernel does not say, or no file can be opened."""
+    page, end = address // mmap.PAGESIZE, -(-(address + nbytes) // mmap.PAGESIZE)
+    with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+        while page < end:
+            pagemap.seek(page * _ENTRY_NBYTES)
+            raw = bytearray(pagemap.read(min(_PIECE, end - page) * _ENTRY_NBYTES))
+            count = len(raw) // _ENTRY_NBYTES
+            if not count:
+                raise OSError(errno.ENODATA, os.strerror(errno.ENODATA))
+            entries = torch.frombuffer(raw, dtype=torch.int64, count=count)
+            is_there = (entries >> 62) & 3 != 0
+            is_the_files = (entries >> 61) & 1 != 0
+            if bool((is_there & ~is_the_files).any()):
+                return True
+            page += count
     return False

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from nvmeswap.config import AioConfig, SwapBlock, check_folders
-from nvmeswap.errors import SwapConfigError
+from nvmeswap.errors import SwapConfigError, SwapReadError
 from nvmeswap.io.engine import Lane
 from nvmeswap.memory.budget import exact_slot_classes
 from nvmeswap.offload.edits import can_be_seen, has_own_pages
@@ -162,7 +162,16 @@ class NvmeHome:
     def was_edited(self) -> bool:
         if not self._is_private:
             return False
-        return has_own_pages(self._address + self._offset_bytes, self._nbytes)
+        try:
+            return has_own_pages(self._address + self._offset_bytes, self._nbytes)
+        except OSError as error:
+            raise SwapReadError(
+                f"nobody can tell whether the weights of {self.key} were written to",
+                path="/proc/self/pagemap",
+                errno=error.errno,
+                intact="both: what is stored, and what was written",
+                fix="raise `ulimit -n` for EMFILE, and call the model again",
+            ) from error
 
     def forget_edits(self) -> None:
         if self._is_private:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -199,3 +201,25 @@ def test_full_pool_waits(
     assert_equal(train(model), train(plain))
 
 
+
+
+def test_edits_that_nobody_can_tell_of_are_an_error(manage: Manage) -> None:
+    """A write through `.data` is seen in the page table; without a descriptor to read that it would
+    be lost in silence."""
+    plain, model = frozen(on_disk()), frozen(on_disk())
+    x = torch.randn(2, DIM)
+    manage(model, tier="nvme")
+    with torch.no_grad():
+        for each in (plain, model):
+            each[1].weight.data.add_(1)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        lowest_free = os.dup(0)
+        os.close(lowest_free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+        try:
+            with pytest.raises(SwapReadError) as told:
+                model(x)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert told.value.errno == errno.EMFILE
+        assert torch.equal(model(x), plain(x))
