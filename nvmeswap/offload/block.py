@@ -55,6 +55,14 @@ class ManagedTensor:
         self.is_on_device = True  # first: what an exception leaves between is shown home again
         self.tensor.data = self.on_device
 
+    def begin_use(self) -> None:
+        """It shows the device already, and a further use begins: its gradient is to come by itself.
+        (Uses that share a node of autograd's have theirs added up before those of others.)"""
+        tensor = self.tensor
+        if tensor.requires_grad and tensor.data_ptr() == self.on_device.data_ptr():
+            tensor.data = self.at_home
+            tensor.data = self.on_device
+
     def take_home(self) -> None:
         """The first time that it shows its home."""
         give_data(self.tensor, self.at_home)

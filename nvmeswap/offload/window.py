@@ -122,10 +122,9 @@ class Window:
             if is_planned:
                 self.plan.use(unit.name)
             self._have(unit)
-        if unit.holds == 0:
-            if is_planned:
-                self._look_ahead(but=unit)  # before it is waited for: the drive is never idle
-            self._show(unit)
+        if unit.holds == 0 and is_planned:
+            self._look_ahead(but=unit)  # before it is waited for: the drive is never idle
+        self._show(unit)
         unit.holds += 1
         if unit.state is not UnitState.IN_USE:
             self._move(unit, UnitState.IN_USE)
@@ -290,7 +289,8 @@ class Window:
     def _show(self, unit: Unit) -> None:
         """Wait for it, and have its tensors show the device. If it can't be had it is AWAY."""
         try:
-            self._await(unit)
+            if unit.holds == 0:
+                self._await(unit)
         except BaseException:
             if unit.state is UnitState.ARRIVING:
                 self.release(unit)
@@ -298,6 +298,9 @@ class Window:
         if unit.state is UnitState.ARRIVING:
             for _, managed in unit.tensors:
                 managed.show_device()
+        elif self._mover.on_gpu and torch.is_grad_enabled() and not self._stays(unit):
+            for _, managed in unit.tensors:
+                managed.begin_use()
 
     def _await(self, unit: Unit) -> None:
         if unit.state is UnitState.ARRIVING:

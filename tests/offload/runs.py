@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -149,6 +149,30 @@ def twins(build: Callable[[], nn.Module], seed: int = 0) -> tuple[nn.Module, nn.
     first = build()
     torch.manual_seed(seed)
     return first, build()
+
+
+def copies_of(tensors: Iterable[torch.Tensor], device: str) -> list[torch.Tensor]:
+    """Copies that lie in memory as these do, and share it as these do. (`model.cuda()` makes other
+    strides and breaks ties, which changes the order of sums.)"""
+    storages: dict[int, torch.UntypedStorage] = {}
+    copies = []
+    for tensor in tensors:
+        own = tensor.untyped_storage()
+        if own._cdata not in storages:
+            whole = torch.empty(0, dtype=torch.uint8, device=own.device).set_(own)
+            storages[own._cdata] = whole.to(device, copy=True).untyped_storage()
+        copies.append(torch.empty(0, dtype=tensor.dtype, device=device).set_(
+            storages[own._cdata], tensor.storage_offset(), tensor.shape, tensor.stride()
+        ))
+    return copies
+
+
+def place(model: nn.Module, device: str) -> nn.Module:
+    """Move a plain model as it lies in memory."""
+    tensors = [*model.parameters(), *model.buffers()]
+    for tensor, there in zip(tensors, copies_of(tensors, device), strict=True):
+        tensor.data = there
+    return model
 
 
 def frozen(model: nn.Module) -> nn.Module:
