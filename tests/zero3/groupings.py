@@ -40,7 +40,7 @@ class ChunkedLoss(TiedOnTheRoot):
             self.fully_shard(module, mesh)
 
     def loss(self, model: nn.Module, dice: Dice) -> torch.Tensor:
-        tokens = torch.randint(0, VOCABULARY, (4, 6), generator=dice.own)
+        tokens = dice.tokens(VOCABULARY, 4, 6)
         features = model.norm(model(tokens))
         losses = []
         for chunk, expected in zip(features.chunk(2), tokens.chunk(2), strict=True):

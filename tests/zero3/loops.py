@@ -110,7 +110,7 @@ class ScaledByTorch(Program):
 
     def step(self, model: nn.Module, optimizer: Any, dice: Dice) -> list[float]:
         if not hasattr(self, "scaler"):
-            self.scaler, self.turn = torch.amp.GradScaler("cpu", init_scale=4.0), 0
+            self.scaler, self.turn = torch.amp.GradScaler(self.device, init_scale=4.0), 0
         self.turn += 1
         overflows = self.turn == 2 and dist.get_rank() == 0
         loss = self.loss(model, dice) * (float("inf") if overflows else 1.0)

@@ -16,7 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.nn.functional import gelu
 
 import nvmeswap.zero3
@@ -60,9 +65,13 @@ class Dice:
 
     own: torch.Generator = field(default_factory=torch.Generator)
     shared: torch.Generator = field(default_factory=torch.Generator)
+    device: str = "cpu"
 
     def batch(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*(shape or (4, DIM)), generator=self.own)
+        return torch.randn(*(shape or (4, DIM)), generator=self.own).to(self.device)
+
+    def tokens(self, vocabulary: int, *shape: int) -> torch.Tensor:
+        return torch.randint(0, vocabulary, shape, generator=self.own).to(self.device)
 
     def choice(self, count: int, *, among: int) -> list[int]:
         """`count` different numbers below `among`, the same on all ranks."""
@@ -70,9 +79,15 @@ class Dice:
 
 
 class Program:
-    """Subclasses say what is special about them, and are known by their names."""
+    """Subclasses say what is special about them, and are known by their names. `device`: where it
+    computes; `offload`: where FSDP2 has the parameters of the run in RAM; `update_device`: where
+    the swapped run updates."""
 
     known: ClassVar[dict[str, type[Program]]] = {}
+
+    device = "cpu"
+    update_device = "cpu"
+    offload = OffloadPolicy()
 
     steps = 3
     clips = True
@@ -99,7 +114,9 @@ class Program:
             self.fully_shard(module, mesh)
 
     def fully_shard(self, module: Any, mesh: DeviceMesh, **options: Any) -> None:
-        fully_shard(module, mesh=mesh, mp_policy=self.policy, **options)
+        fully_shard(
+            module, mesh=mesh, mp_policy=self.policy, offload_policy=self.offload, **options
+        )
 
     def loss(self, model: nn.Module, dice: Dice) -> torch.Tensor:
         return model(dice.batch()).float().square().mean()
@@ -126,7 +143,7 @@ class Program:
     def mesh(self) -> DeviceMesh:
         shape = self.mesh_shape or (dist.get_world_size(),)
         names = ("replicate", "shard")[-len(shape) :]
-        return init_device_mesh("cpu", shape, mesh_dim_names=names)
+        return init_device_mesh(self.device, shape, mesh_dim_names=names)
 
 
 def clip(model: nn.Module, optimizer: Any, norm: float = 0.1) -> float:
@@ -138,7 +155,7 @@ def clip(model: nn.Module, optimizer: Any, norm: float = 0.1) -> float:
 
 def sharded(program: Program) -> tuple[nn.Module, DeviceMesh]:
     torch.manual_seed(0)
-    model, mesh = program.build(), program.mesh()
+    model, mesh = program.build().to(program.device), program.mesh()
     program.group(model, mesh)
     return model, mesh
 
@@ -187,7 +204,7 @@ def check_slots(stats: SwapStats) -> None:
 
 
 def _train(program: Program, model: nn.Module, optimizer: Any) -> Run:
-    dice = Dice()
+    dice = Dice(device=program.device)
     dice.own.manual_seed(1 + dist.get_rank())
     numbers = []
     for _ in range(program.steps):

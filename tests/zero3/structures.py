@@ -46,7 +46,7 @@ class TiedOnTheRoot(Program):
         return LanguageModel()
 
     def loss(self, model: nn.Module, dice: Dice) -> torch.Tensor:
-        tokens = torch.randint(0, VOCABULARY, (3, 5), generator=dice.own)
+        tokens = dice.tokens(VOCABULARY, 3, 5)
         return cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
 
     def watch(self, model: nn.Module, optimizer: Any) -> None:
