@@ -5,6 +5,7 @@ where they are made on the host."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ import tests.zero3.groupings
 import tests.zero3.loops
 import tests.zero3.structures  # noqa: F401
 from tests.oracle import first_difference
+from tests.zero3 import cases
+from tests.zero3.cases import Case
 from tests.zero3.programs import Program, run_in_ram, run_swapped
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -58,4 +61,24 @@ def test_updates_on_the_host_equal_cpu_offload(tmp_path: Path, name: str) -> Non
     ours.clips = theirs.clips = False
     theirs.offload = CPUOffloadPolicy(pin_memory=False)
     difference = first_difference(run_swapped(ours, tmp_path, 1), run_in_ram(theirs))
+    assert difference is None
+
+
+CASES = [
+    Case(),
+    Case(bf16=True, accumulation=3, checkpointing=True, clip=True),
+    Case(bf16=True, buffer_count=1, max_in_cpu=10**9),
+    Case(params="none", accumulation=2),
+    Case(bf16=True, params="cpu", optimizer="cpu", checkpointing=True),
+]
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["after_backward", "behind_backward"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_run_equals_resident_training(tmp_path: Path, case: Case, overlap: bool) -> None:
+    """field cases D01, D07, O05"""
+    swap = {"min_swap_nbytes": 1000, "update_device": "cuda", "overlap_step": overlap}
+    extra = {"nvmeswap": swap, "gradient_accumulation_steps": case.accumulation}
+    case = replace(case, device="cuda", clip=case.clip and not overlap, extra=extra)
+    difference = first_difference(cases.run_swapped(case, tmp_path), cases.run_in_ram(case))
     assert difference is None
