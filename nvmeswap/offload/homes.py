@@ -22,7 +22,8 @@ from nvmeswap.memory.budget import exact_slot_classes
 from nvmeswap.offload.edits import can_be_seen, has_own_pages
 from nvmeswap.offload.layout import BlockLayout, Segment, own_storage
 from nvmeswap.store.store import StoreRequest
-from nvmeswap.swap.params import ParamPlacement, PartitionedParamSwapper
+from nvmeswap.swap.param_placement import ParamPlacement
+from nvmeswap.swap.params import PartitionedParamSwapper
 from nvmeswap.swap.shard import ShardSpec
 from nvmeswap.swap.space import Placement, PoolRequest, SwapSpace, new_run_name
 

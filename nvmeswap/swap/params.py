@@ -11,76 +11,35 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 import torch
 
 from nvmeswap.errors import SwapIOError, SwapUsageError
 from nvmeswap.io.engine import Lane
-from nvmeswap.memory.budget import exact_slot_classes, slot_classes
-from nvmeswap.memory.pool import Pool, SlotClass
+from nvmeswap.memory.pool import Pool
 from nvmeswap.memory.slot import Slot
 from nvmeswap.stats import ParamStats
 from nvmeswap.store.manifest import TensorSpec
 from nvmeswap.store.store import Store, StoreRequest
+from nvmeswap.swap.param_placement import ParamPlacement
 from nvmeswap.swap.plan import Plan
 from nvmeswap.swap.shard import Resident, ShardSpec, ShardState
 
 PARAMS_FILE = "params.swp"
 
 
-@dataclass(frozen=True, slots=True)
-class ParamPlacement:
-    """Which shards go to NVMe, and how much host memory serves them.
-
-    `min_swap_nbytes`: smaller shards stay in host memory. `buffer_count`: slots per size class.
-    `largest_slot_numel`: a larger shard takes no slot; it is streamed to its destination at its
-    use. `max_in_cpu`: elements kept between uses.
-    """
-
-    on_nvme: bool
-    min_swap_nbytes: int
-    buffer_count: int
-    largest_slot_numel: int
-    max_in_cpu: int
-
-    def swaps(self, spec: ShardSpec) -> bool:
-        """True if the shard's home is NVMe; empty shards have none."""
-        return self.on_nvme and spec.nbytes >= max(1, self.min_swap_nbytes)
-
-    def streams(self, spec: ShardSpec) -> bool:
-        """True if the shard is too large for a slot."""
-        return spec.numel > self.largest_slot_numel
-
-    def slot_classes(self, specs: Iterable[ShardSpec]) -> list[SlotClass]:
-        """Slots for `buffer_count` shards of each size in flight and `max_in_cpu` elements kept; in
-        the cpu tier, one slot for every shard."""
-        if not self.on_nvme:
-            return exact_slot_classes([spec.nbytes for spec in specs])
-        swapped = [spec for spec in specs if self.swaps(spec) and not self.streams(spec)]
-        sizes = [spec.nbytes for spec in swapped]
-        everything = slot_classes(sizes, count=1 << 62)
-        kept_nbytes = self.max_in_cpu * max((s.dtype.itemsize for s in swapped), default=0)
-        classes = []
-        for wanted in reversed(everything):
-            extra = min(max(0, wanted.count - self.buffer_count), kept_nbytes // wanted.nbytes)
-            kept_nbytes -= extra * wanted.nbytes
-            count = min(wanted.count, self.buffer_count) + extra
-            classes.append(SlotClass(wanted.nbytes, count))
-        return classes[::-1]
-
-
 class _Shard(Resident):
     """A shard with its location: `ram` is its values in host memory, None when its home is NVMe."""
 
-    __slots__ = ("ram", "spec")
+    __slots__ = ("ram", "spec", "version")
 
     def __init__(self, spec: ShardSpec, ram: torch.Tensor | None) -> None:
         super().__init__(spec.key)
         self.spec = spec
         self.ram = ram
+        self.version = 0  # counts updates
 
     @property
     def values(self) -> torch.Tensor:
@@ -130,6 +89,7 @@ class PartitionedParamSwapper:
         self._fetch_count = self._hit_count = self._prefetch_count = 0
         self._stall_s = 0.0
         self._lent: _Shard | None = None
+        self.step_count = 0
         swapped = {
             spec.key: TensorSpec(spec.dtype, (spec.numel,), (1,))
             for spec in specs
@@ -157,23 +117,15 @@ class PartitionedParamSwapper:
         copy is done. Afterwards reads for the next uses are started.
         """
         with self._lock:
-            shard = self._shard(key)
-            self._plan.use(key)
-            self._fetch_count += 1
-            self._take_back()
+            shard = self._begin_use(key)
             self._copy_out(shard, out)
-            if shard.state is ShardState.CLEAN:
-                self._keep(shard)
-            self._read_ahead()
+            self._end_use(shard)
 
     def lend(self, key: str) -> torch.Tensor:
         """As `fetch`, but the shard itself, flat, in host memory, and nothing is copied. It is
         valid until the next `fetch`, `lend` or `end_step`, and not to be written to."""
         with self._lock:
-            shard = self._shard(key)
-            self._plan.use(key)
-            self._fetch_count += 1
-            self._take_back()
+            shard = self._begin_use(key)
             if shard.ram is not None:
                 self._hit_count += 1
                 values = shard.ram
@@ -186,6 +138,36 @@ class PartitionedParamSwapper:
                 values = shard.values
             self._read_ahead()
             return values
+
+    def next_uses(self) -> Iterator[str]:
+        """The shards that the rest of this step uses, by the plan, in order."""
+        return self._plan.rest()
+
+    def copy_ahead(self, key: str, out: torch.Tensor) -> int | None:
+        """Copy a shard as `fetch` does, before its use: returns what `use_copy` is to be told, or
+        None where that would wait for the disk. Does not block."""
+        with self._lock:
+            shard = self._shard(key)
+            if not self.is_ready(key):
+                return None
+            if shard.ram is None and shard.state is ShardState.READING:
+                try:
+                    shard.finish_reading()
+                except SwapIOError:
+                    return None  # the use itself reads again, and raises
+            shard.copy_to(out, shard.values if shard.ram is None else shard.ram)
+            return shard.version
+
+    def use_copy(self, key: str, version: int) -> bool:
+        """A use of a shard that was copied ahead; False, and no use is noted, if it has changed
+        since. Afterwards reads for the next uses are started."""
+        with self._lock:
+            if self._shard(key).version != version:
+                return False
+            shard = self._begin_use(key)
+            self._hit_count += 1
+            self._end_use(shard)
+            return True
 
     def is_ready(self, key: str) -> bool:
         """True if `fetch` would not wait for the disk now. Does not block."""
@@ -203,6 +185,18 @@ class PartitionedParamSwapper:
 
     def __contains__(self, key: str) -> bool:
         return key in self._shards
+
+    def _begin_use(self, key: str) -> _Shard:
+        shard = self._shard(key)
+        self._plan.use(key)
+        self._fetch_count += 1
+        self._take_back()
+        return shard
+
+    def _end_use(self, shard: _Shard) -> None:
+        if shard.state is ShardState.CLEAN:
+            self._keep(shard)
+        self._read_ahead()
 
     def _take_back(self) -> None:
         """Whoever it was lent to has used it."""
@@ -265,6 +259,7 @@ class PartitionedParamSwapper:
             assert values.dtype is shard.spec.dtype and values.device.type == "cpu"
             if values.numel() == 0:
                 return []
+            shard.version += 1
             stop = start + values.numel()
             if shard.ram is not None:
                 shard.wait_for_copies()
@@ -285,6 +280,7 @@ class PartitionedParamSwapper:
         with self._lock:
             self._take_back()
             self._plan.end_step()
+            self.step_count += 1
 
     def stats(self) -> ParamStats:
         """Counters since the start."""

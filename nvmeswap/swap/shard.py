@@ -129,10 +129,11 @@ class Resident:
     def copy_to(self, out: torch.Tensor, values: torch.Tensor) -> None:
         """Copy `values`, which lie in its memory, to `out`; on a GPU queued on the current
         stream."""
+        if out.is_cuda and self.copied is not None:  # perhaps on another stream
+            torch.cuda.current_stream(out.device).wait_event(self.copied)
         out.copy_(values, non_blocking=True)
         if out.is_cuda:
-            self.copied = torch.cuda.Event()
-            self.copied.record()
+            self.copied = torch.cuda.current_stream(out.device).record_event()
 
     def wait_for_copies(self) -> None:
         """Before its memory is written: GPU copies out of it must be over."""

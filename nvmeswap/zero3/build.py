@@ -16,7 +16,8 @@ from nvmeswap.memory.budget import exact_slot_classes
 from nvmeswap.memory.heap import give_large_blocks_back_when_freed, release_freed_memory
 from nvmeswap.memory.pool import Pool
 from nvmeswap.swap.optimizer import PipelinedOptimizerSwapper
-from nvmeswap.swap.params import ParamPlacement, PartitionedParamSwapper
+from nvmeswap.swap.param_placement import ParamPlacement
+from nvmeswap.swap.params import PartitionedParamSwapper
 from nvmeswap.swap.sizing import pool_request
 from nvmeswap.swap.space import Placement, PoolRequest, SwapSpace
 from nvmeswap.swap.sub_group import SubGroupLayout
@@ -77,6 +78,7 @@ def swap_shards(
             optimizer.expects_scaler = settings.fp16.enabled
             first.install()
             _let_go(model, entries, optimizer, home)
+            optimizer.swap.copy_ahead(_groups(model, entries))
         except BaseException:
             space.close()
             raise
@@ -150,6 +152,15 @@ def _let_go(
     optimizer.take_parameters_as_they_are()
     guard_module_calls(model, home)
     refuse_other_optimizers(home)
+
+
+def _groups(model: nn.Module, entries: Sequence[Entry]) -> list[list[Entry]]:
+    """What is gathered together."""
+    by_record = {id(entry.record): entry for entry in entries}
+    return [
+        [by_record[id(record)] for record in fsdp.params_of(module) if id(record) in by_record]
+        for module in fsdp.fsdp_modules(model)
+    ]
 
 
 def pool_requests(

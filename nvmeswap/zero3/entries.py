@@ -40,10 +40,15 @@ class Entry:
         return self.shape.numel()
 
     @property
+    def is_whole(self) -> bool:
+        """True if this rank has all of it: nothing is gathered."""
+        return fsdp.shard_group(self.record).size() == 1
+
+    @property
     def gathers_itself(self) -> bool:
         """True if this rank has all of it, in host memory: FSDP2 then copies what it is given at
         once, before it asks for the next."""
-        return self.record.device.type == "cpu" and fsdp.shard_group(self.record).size() == 1
+        return self.record.device.type == "cpu" and self.is_whole
 
     @property
     def spec(self) -> ShardSpec:

@@ -20,7 +20,7 @@ from nvmeswap.memory.pool import SlotClass
 from nvmeswap.store.extents import ExtentAllocator
 from nvmeswap.store.swapfile import GROWTH_NBYTES
 from nvmeswap.swap.optimizer import in_ram_count, stays_in_ram
-from nvmeswap.swap.params import ParamPlacement
+from nvmeswap.swap.param_placement import ParamPlacement
 from nvmeswap.swap.shard import ShardSpec
 from nvmeswap.swap.space import PoolRequest, shrink
 from nvmeswap.swap.sub_group import SubGroupLayout

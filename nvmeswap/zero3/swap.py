@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,7 @@ from nvmeswap.swap.states import Source
 from nvmeswap.swap.sub_group import MASTER
 from nvmeswap.zero3 import fsdp
 from nvmeswap.zero3.agreement import Agreement
+from nvmeswap.zero3.ahead import DeviceAhead
 from nvmeswap.zero3.entries import Entry
 from nvmeswap.zero3.home import ShardedHome
 from nvmeswap.zero3.optimizer import ShardedOptimizer
@@ -73,6 +74,7 @@ class ZeroSwap:
         self._home = home
         self._agreement = agreement
         self._entries: dict[str, Entry] = {}
+        self._ahead: DeviceAhead | None = None
         self._number = register_source(self)
 
     def take_over(self, entry: Entry) -> None:
@@ -99,8 +101,7 @@ class ZeroSwap:
         try:
             if entry.gathers_itself and dtype is entry.compute_dtype:
                 return self._shards.lend(key).view(entry.padded_shape)
-            flat = torch.empty(entry.padded_shape.numel(), dtype=dtype, device=_device_of(entry))
-            self._shards.fetch(key, flat[: entry.numel])
+            flat = self._fetch(entry, dtype)
         except SwapError as error:
             if self._agreement.alone:
                 raise
@@ -109,6 +110,24 @@ class ZeroSwap:
             flat = torch.full((entry.padded_shape.numel(),), lost, dtype=dtype, device="cpu")
             flat = flat.to(_device_of(entry))
         return flat.to(entry.compute_dtype).view(entry.padded_shape)
+
+    def _fetch(self, entry: Entry, dtype: torch.dtype) -> torch.Tensor:
+        ahead = self._ahead
+        flat = None if ahead is None else ahead.take(entry.key)
+        if flat is None:
+            flat = torch.empty(entry.padded_shape.numel(), dtype=dtype, device=_device_of(entry))
+            self._shards.fetch(entry.key, flat[: entry.numel])
+        if ahead is not None:
+            ahead.look_ahead()
+        return flat
+
+    def copy_ahead(self, groups: Sequence[Sequence[Entry]]) -> None:
+        """Where this rank has whole parameters and computes on a GPU, from now on what is needed
+        next is copied there meanwhile: at most as much as the largest of `groups` takes."""
+        entries = [entry for group in groups for entry in group if entry.swapped]
+        if entries and all(each.is_whole and _device_of(each).type == "cuda" for each in entries):
+            largest_nbytes = max(sum(each.spec.nbytes for each in group) for group in groups)
+            self._ahead = DeviceAhead(self._shards, _device_of(entries[0]), largest_nbytes)
 
     def read_shard(self, key: str) -> torch.Tensor:
         """The fp32 master where there is one (what a resident parameter would hold), else the

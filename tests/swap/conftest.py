@@ -16,7 +16,8 @@ from nvmeswap.memory.pool import Pool, SlotClass
 from nvmeswap.store.store import Store
 from nvmeswap.swap.home import ResidentHome
 from nvmeswap.swap.optimizer import PipelinedOptimizerSwapper
-from nvmeswap.swap.params import ParamPlacement, PartitionedParamSwapper
+from nvmeswap.swap.param_placement import ParamPlacement
+from nvmeswap.swap.params import PartitionedParamSwapper
 from nvmeswap.swap.shard import ShardSpec
 from nvmeswap.swap.swapped import SwappedOptimizer
 

@@ -13,7 +13,8 @@ from nvmeswap.io.alignment import padded_nbytes
 from nvmeswap.memory.arena import Arena
 from nvmeswap.memory.pool import Pool
 from nvmeswap.swap.optimizer import PipelinedOptimizerSwapper
-from nvmeswap.swap.params import ParamPlacement, PartitionedParamSwapper
+from nvmeswap.swap.param_placement import ParamPlacement
+from nvmeswap.swap.params import PartitionedParamSwapper
 from nvmeswap.swap.shard import ShardSpec
 from nvmeswap.swap.traffic import SubGroup
 from tests.swap.conftest import Bench, set_gradients

@@ -1,0 +1,98 @@
+"""Shards that come next are copied to the GPU while it computes.
+
+FSDP2 gathers on a stream of its own where several ranks share a parameter. Where a rank has all of
+it, FSDP2 asks for it when it is needed, on the stream that computes, which would wait for the copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from nvmeswap.swap.params import PartitionedParamSwapper
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    values: torch.Tensor
+    version: int  # of the shard, when it was copied
+    arrived: torch.cuda.Event | None
+
+
+class DeviceAhead:
+    """Copies of the next shards of the step's plan, at most `budget_nbytes` at a time.
+
+        ahead = DeviceAhead(params, device, budget_nbytes)
+        values = ahead.take(key)        # None: it was not copied, or changed since
+        ahead.look_ahead()              # after each use
+
+    Memory is taken on the stream that computes, so what that has freed can be used again; copies
+    wait for what it has queued by then, and it for them. On the CPU they are over at once.
+
+    Blocking: no call waits, for the drive or for the device. Threads: one at a time.
+    """
+
+    def __init__(
+        self, params: PartitionedParamSwapper, device: torch.device, budget_nbytes: int
+    ) -> None:
+        self._params = params
+        self._device = device
+        self._budget_nbytes = budget_nbytes
+        self._copies: dict[str, _Copy] = {}
+        self._nbytes = 0
+        self._step_count = 0
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def take(self, key: str) -> torch.Tensor | None:
+        """A use of the shard: its copy, flat, for the current stream; or None."""
+        copy = self._drop(key)
+        if copy is None or not self._params.use_copy(key, copy.version):
+            return None
+        return copy.values
+
+    def look_ahead(self) -> None:
+        """Start to copy the next shards, as far as they are in host memory and the budget goes."""
+        if self._step_count != self._params.step_count:
+            self._step_count = self._params.step_count
+            self._clear()  # the last step's plan was wrong about these
+        queued = None if self._stream is None else torch.cuda.current_stream().record_event()
+        for key in self._params.next_uses():
+            if key in self._copies:
+                continue
+            spec = self._params.spec(key)
+            if self._nbytes + spec.nbytes > self._budget_nbytes:
+                return
+            values = torch.empty(spec.numel, dtype=spec.dtype, device=self._device)
+            with self._copying(queued):
+                version = self._params.copy_ahead(key, values)
+                if version is None:
+                    return
+                arrived = None if self._stream is None else self._stream.record_event()
+            self._copies[key] = _Copy(values, version, arrived)
+            self._nbytes += spec.nbytes
+
+    def _clear(self) -> None:
+        for key in list(self._copies):
+            self._drop(key)
+
+    def _drop(self, key: str) -> _Copy | None:
+        """Its memory may be used again, on the current stream, once the copy is over."""
+        copy = self._copies.pop(key, None)
+        if copy is not None:
+            self._nbytes -= copy.values.nbytes
+            if copy.arrived is not None:
+                torch.cuda.current_stream().wait_event(copy.arrived)
+        return copy
+
+    @contextlib.contextmanager
+    def _copying(self, queued: torch.cuda.Event | None) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            if queued is not None:
+                self._stream.wait_event(queued)
+            yield

@@ -1,0 +1,73 @@
+"""Copies that are made before their use: of the values at the use, or not used."""
+
+from __future__ import annotations
+
+import torch
+
+from nvmeswap.memory.arena import Arena
+from nvmeswap.memory.pool import Pool
+from nvmeswap.swap.param_placement import ParamPlacement
+from nvmeswap.swap.params import PartitionedParamSwapper
+from nvmeswap.swap.shard import ShardSpec
+from nvmeswap.zero3.ahead import DeviceAhead
+
+NUMEL = 1000
+KEYS = [f"layer {index}" for index in range(6)]
+
+
+def swapper() -> PartitionedParamSwapper:
+    """In host memory, each shard full of its number, with one step behind it."""
+    specs = [ShardSpec(key, NUMEL, torch.float32) for key in KEYS]
+    placement = ParamPlacement(
+        on_nvme=False, min_swap_nbytes=0, buffer_count=1, largest_slot_numel=NUMEL, max_in_cpu=0
+    )
+    classes = placement.slot_classes(specs)
+    pool = Pool(Arena(Pool.nbytes_needed(classes)).memory, classes, name="parameters")
+    params = PartitionedParamSwapper(specs, placement, store=None, pool=pool, timeout_s=5)
+    for number, key in enumerate(KEYS):
+        params.write(key, torch.full((NUMEL,), float(number)))
+    for key in KEYS:
+        params.fetch(key, torch.empty(NUMEL))
+    params.end_step()
+    return params
+
+
+def fetch(params: PartitionedParamSwapper, ahead: DeviceAhead, key: str) -> tuple[float, bool]:
+    values = ahead.take(key)
+    was_ahead = values is not None
+    if values is None:
+        values = torch.full((NUMEL,), torch.nan)
+        params.fetch(key, values)
+    ahead.look_ahead()
+    assert values.unique().numel() == 1
+    return values[0].item(), was_ahead
+
+
+def test_all_but_the_first_are_ahead_within_the_budget() -> None:
+    params = swapper()
+    ahead = DeviceAhead(params, torch.device("cpu"), 2 * 4 * NUMEL)
+    for _ in range(3):
+        got = [fetch(params, ahead, key) for key in KEYS]
+        assert got == [(float(n), n > 0) for n in range(len(KEYS))]
+        params.end_step()
+
+
+def test_what_was_updated_meanwhile_is_fetched_anew() -> None:
+    params = swapper()
+    ahead = DeviceAhead(params, torch.device("cpu"), 1 << 20)
+    assert fetch(params, ahead, KEYS[0]) == (0.0, False)
+    params.update(KEYS[2], NUMEL - 1, torch.full((1,), 2.0))
+    params.write(KEYS[3], torch.full((NUMEL,), 7.0))
+    got = [fetch(params, ahead, key) for key in KEYS[1:]]
+    assert got == [(1.0, True), (2.0, False), (7.0, False), (4.0, True), (5.0, True)]
+
+
+def test_a_wrong_plan_costs_time_only() -> None:
+    params = swapper()
+    ahead = DeviceAhead(params, torch.device("cpu"), 3 * 4 * NUMEL)
+    for order in ([5, 0, 0, 3], [1, 2], [4, 4, 4], [0, 1, 2, 3, 4, 5]):
+        got = [fetch(params, ahead, KEYS[n])[0] for n in order]
+        assert got == [float(n) for n in order]
+        for key in KEYS:
+            params.write(key, torch.full((NUMEL,), float(KEYS.index(key))))
+        params.end_step()
