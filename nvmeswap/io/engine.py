@@ -222,6 +222,11 @@ class Engine:
             }
         return EngineStats(**counters, lanes=lanes)
 
+    @property
+    def gds_refusal(self) -> str | None:
+        """With backend "gds": why cuFile is not used, or not any more; None while it is."""
+        return None
+
     def inject(self, fault_script: str) -> None:
         """For tests: replace the script of an engine opened with `fault_script` or as "fault".
         Blocks are counted anew. Raises SwapUsageError when there is none or it isn't understood."""

@@ -87,6 +87,7 @@ class SwapSpace:
     ) -> None:
         self.timeout_s = swap.timeout_s
         self.budget_nbytes = swap.host_memory_nbytes
+        self.uses_gds = False
         requests = fit(pools, swap.host_memory_nbytes, pin_memory=pin_memory)
         self.probe: FolderProbe | None = None
         self.engine: Engine | None = None
