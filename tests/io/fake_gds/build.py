@@ -1,4 +1,4 @@
-"""Programs over a CUDA driver and a cuFile that need neither GPU nor drive: see cuda.c and cufile.c.
+"""Programs over a CUDA driver and a cuFile that need no GPU: see cuda.c and cufile.c.
 
 "Device" memory of theirs can't be touched but by their copies, as on a GPU. It is named by tensors
 of the CPU all the same, which nobody looks into.
