@@ -239,6 +239,12 @@ class Store:
         requests = self._submit(Direction.READ, keys, memories, lane)
         return StoreBatch(keys, requests, timeout_s=self.timeout_s)
 
+    def in_flight(self, keys: Iterable[str]) -> list[StoreRequest]:
+        """What is under way on those of these keys that exist."""
+        with self._lock():
+            known = self._manifest.entries
+            return [each for key in known.keys() & set(keys) for each in known[key].in_flight]
+
     def stats(self) -> StoreStats:
         """A consistent snapshot; a request counts once it is known to be done."""
         with self._lock():
@@ -324,14 +330,7 @@ class Store:
         offsets = [entry.extent.offset_bytes + begin for entry in entries]
         pieces = Pieces(
             self.folder / entries[0].file if entries else self.folder,
-            whole,
-            begin,
-            range(len(keys)),
-            keys,
-            entries,
-            offsets,
-            memories,
-            sizes,
+            whole, begin, range(len(keys)), keys, entries, offsets, memories, sizes,
         )
         order = sorted(pieces.indices, key=offsets.__getitem__)
         if first_byte is None and 0 in sizes:

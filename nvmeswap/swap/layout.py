@@ -14,8 +14,8 @@ from nvmeswap.store.manifest import TensorSpec
 
 NOWHERE = 1 << 63  # behind all that has a place
 # What such a tensor says of itself holds for its memory; another subclass may have none.
-_PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}
-_layout_of = attrgetter("dtype", "shape", "is_cpu")
+PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}
+_layout_of = attrgetter("dtype", "shape", "device")
 
 
 @dataclass(slots=True)
@@ -25,6 +25,7 @@ class StoredTensor:
     `layout`: what `_layout_of` says of tensors whose memory is the stored bytes, if they are
     contiguous. None where more has to be asked: also while keys are tied, and ever after. (Of
     dimensions of size 1 the stride means nothing; those of the first tensor are kept.)
+    `is_in_parts`: it was written part by part, so that parts can be read with their checksums.
     """
 
     name: str
@@ -33,20 +34,19 @@ class StoredTensor:
     layout: tuple[object, ...] | None
     offset_bytes: int = NOWHERE
     key_count: int = 1
+    is_in_parts: bool = False
 
     @classmethod
-    def like(cls, name: str, host: torch.Tensor, device: torch.device) -> StoredTensor:
-        """Of a dense tensor `host`; what is read again is for `device`."""
-        spec = TensorSpec(host.dtype, tuple(host.shape), tuple(host.stride()))
-        plain = device.type == "cpu" and host.is_contiguous() and not host.is_complex()
-        return cls(name, spec, device, (spec.dtype, spec.shape, True) if plain else None)
+    def like(cls, name: str, dense: torch.Tensor, device: torch.device) -> StoredTensor:
+        """Of a dense tensor on any device; what is read again is for `device`."""
+        spec = TensorSpec(dense.dtype, tuple(dense.shape), tuple(dense.stride()))
+        plain = dense.is_contiguous() and not dense.is_complex()
+        return cls(name, spec, device, (spec.dtype, spec.shape, device) if plain else None)
 
-    def new_tensor(self, device: torch.device | None = None) -> torch.Tensor:
-        """An uninitialised one: as it will be read again, or on another device."""
+    def new_tensor(self) -> torch.Tensor:
+        """An uninitialised one, as it will be read again."""
         spec = self.spec
-        return torch.empty_strided(
-            spec.shape, spec.stride, dtype=spec.dtype, device=device or self.device
-        )
+        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=self.device)
 
 
 def fit(stored: Sequence[StoredTensor | None], tensors: Sequence[torch.Tensor]) -> list[bool]:
@@ -61,7 +61,7 @@ def _all_fit(stored: Sequence[StoredTensor | None], tensors: Sequence[torch.Tens
     try:
         return (
             [each and each.layout for each in stored] == list(map(_layout_of, tensors))
-            and _PLAIN_TYPES.issuperset(map(type, tensors))
+            and PLAIN_TYPES.issuperset(map(type, tensors))
             and all(map(torch.Tensor.is_contiguous, tensors))
             and not any(map(torch.Tensor.is_neg, tensors))
         )
@@ -88,14 +88,28 @@ def ties_of(keys: Sequence[str], tensors: Sequence[torch.Tensor]) -> dict[str, s
     return ties
 
 
-def on_host(key: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A dense CPU tensor with the same elements: itself, if it is one."""
+def on_host(key: str, tensor: torch.Tensor, *, pin_memory: bool = False) -> torch.Tensor:
+    """A dense CPU tensor with the same elements: itself, if it is one. `pin_memory`: what comes
+    from a GPU gets page-locked memory."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         raise SwapUsageError(
             f"{key}: only dense tensors with data can be swapped out",
             fix="swap its parts (indices, values, scales) one by one",
         )
-    return _dense(tensor).to("cpu")
+    dense = _dense(tensor)
+    if not dense.is_cuda or not pin_memory:
+        return dense.to("cpu")
+    return torch.empty_strided(
+        dense.shape, dense.stride(), dtype=dense.dtype, device="cpu", pin_memory=True
+    ).copy_(dense)
+
+
+def outline(tensor: torch.Tensor) -> torch.Tensor:
+    """What `on_host` would give, without the elements: a meta tensor."""
+    strides = tensor.stride() if _is_dense(tensor) else None
+    if strides is None:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="meta")
 
 
 def host_for(stored: StoredTensor, out: torch.Tensor) -> torch.Tensor:
@@ -103,7 +117,10 @@ def host_for(stored: StoredTensor, out: torch.Tensor) -> torch.Tensor:
     as_stored = out.is_cpu and out.stride() == stored.spec.stride
     if as_stored and not out.is_neg() and not out.is_conj():
         return out
-    return stored.new_tensor(torch.device("cpu"))
+    spec = stored.spec
+    return torch.empty_strided(
+        spec.shape, spec.stride, dtype=spec.dtype, device="cpu", pin_memory=out.is_cuda
+    )
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,97 +16,27 @@ from nvmeswap.errors import SwapError, SwapTimeoutError, SwapUsageError, SwapWri
 from nvmeswap.io.engine import Lane
 from nvmeswap.stats import StoreStats
 from nvmeswap.store.request import raise_first
-from nvmeswap.store.store import Store, StoreBatch, StoreRequest
+from nvmeswap.store.store import Store, StoreBatch
 from nvmeswap.swap.layout import (
     NOWHERE,
     StoredTensor,
     check_out,
-    copy_into,
     fit,
     flat,
     host_for,
     on_host,
+    outline,
     ties_of,
 )
+from nvmeswap.swap.reading import Reading, TensorFuture
 from nvmeswap.swap.space import Placement, SwapSpace, new_run_name
+from nvmeswap.swap.staging import Staging, by_device, is_staged, is_staged_on
+from nvmeswap.swap.transit import Transit
 
 TENSORS_FILE = "tensors.swp"
 _BLOCK_COUNT = 1024
+_device_of, _is_cpu = map(attrgetter, ("device", "is_cpu"))
 _Element = TypeVar("_Element")
-
-
-class TensorFuture:
-    """A swap under way. `wait` returns the tensor: what was read, or what is being written.
-
-    Threads: any. Ownership: the tensor must not be changed before `done()`.
-    """
-
-    def __init__(
-        self, request: StoreRequest | None, index: int, host: torch.Tensor, out: torch.Tensor
-    ) -> None:
-        self._request = request
-        self._index = index  # among those that were asked for together
-        self._host = host
-        self._out = out
-
-    def done(self) -> bool:
-        """True when `wait` will not block for the disk."""
-        return self._request is None or self._request.done()
-
-    def wait(self, timeout_s: float | None = None) -> torch.Tensor:
-        """The tensor; raises SwapReadError, SwapWriteError, SwapChecksumError or SwapTimeoutError
-        (after which waiting again is legal). None: the swapper's own time limit."""
-        if self._request is not None:
-            failures = self._request.failed(timeout_s)
-            if self._index in failures:
-                raise failures[self._index]
-        if self._host is not self._out:
-            copy_into(self._out, self._host)
-            self._host = self._out
-        return self._out
-
-    def into(self, out: torch.Tensor) -> TensorFuture:
-        """The same, into another tensor."""
-        return TensorFuture(self._request, self._index, self._host, out)
-
-    def drop(self) -> None:
-        """Says that nobody needs what is read, so that it can be cancelled."""
-        if self._request is not None:
-            self._request.drop()
-
-
-class _Reading:
-    """A batch under way: into tensors on the host, which are those to be filled wherever these can
-    be read into."""
-
-    def __init__(
-        self, batch: StoreBatch, hosts: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
-    ) -> None:
-        self.outs = outs
-        self._batch = batch
-        self._hosts = hosts
-
-    def finish(self) -> dict[int, SwapError]:
-        """Waits and fills; returns what went wrong, by index."""
-        failures = self._batch.failed()
-        if self._hosts is not self.outs:
-            for index, (host, out) in enumerate(zip(self._hosts, self.outs, strict=True)):
-                if host is not out and index not in failures:
-                    copy_into(out, host)
-        return failures
-
-    def futures(self) -> list[TensorFuture]:
-        """One for each tensor, to be waited for one by one instead."""
-        requests: list[StoreRequest | None] = [None] * len(self.outs)
-        for request in self._batch.requests:
-            for index in request.pieces.indices:
-                requests[index] = request
-        return [
-            TensorFuture(request, index, host, out)
-            for index, (request, host, out) in enumerate(
-                zip(requests, self._hosts, self.outs, strict=True)
-            )
-        ]
 
 
 class TensorSwapper:
@@ -124,6 +55,9 @@ class TensorSwapper:
     swap_out, with the tensor in memory intact; SwapReadError, SwapChecksumError, SwapManifestError
     on swap_in.
     Blocking: all but the forms called `_async` and `prefetch`. Threads: one at a time.
+    On a GPU: in the order of the current stream, as any operation on the tensors is. They pass
+    through a few slots, taken at the first of them (`staging.py`); the forms called `_async` and
+    `prefetch` take page-locked memory for the whole tensor.
     Ownership: tensors are the caller's. The files are scratch: `close` removes them.
     Not for state that must outlive the process: that is a checkpoint.
     """
@@ -150,6 +84,7 @@ class TensorSwapper:
             except BaseException:
                 self._space.close()
                 raise
+        self._staging = Staging(self._space)
         self._stored: dict[str, StoredTensor] = {}
         self._names: set[str] = set()  # of all of them
         self._prefetched: dict[str, TensorFuture] = {}
@@ -159,7 +94,10 @@ class TensorSwapper:
 
     def swap_out(self, key: str, tensor: torch.Tensor) -> None:
         """Write a tensor under a key, replacing what was there."""
-        self.swap_out_async(key, tensor).wait()
+        if is_staged_on(tensor.device):
+            self.swap_out_many({key: tensor})
+        else:
+            self.swap_out_async(key, tensor).wait()
 
     def swap_out_async(self, key: str, tensor: torch.Tensor) -> TensorFuture:
         """The same, not waited for. On the CPU the tensor itself is the source: leave it unchanged
@@ -176,6 +114,11 @@ class TensorSwapper:
         if ties:
             order = [key for key in order if key not in ties]
             sources = [tensors[key] for key in order]
+        staged = by_device(order, sources)
+        if staged:
+            apart = set().union(*staged.values())
+            order = [key for key in order if key not in apart]
+            sources = [tensors[key] for key in order]
         started: list[tuple[list[str], StoreBatch]] = []
         failures: dict[str, SwapError] = {}
         try:
@@ -184,6 +127,8 @@ class TensorSwapper:
                     started.append((keys, self._start_writing(keys, block)))
                 except SwapWriteError as error:  # no space for these; perhaps for others
                     failures |= dict.fromkeys(keys, error)
+            for device, group in staged.items():
+                failures |= self._write_staged(device, group)
         finally:
             for keys, batch in started:
                 failures |= {keys[index]: error for index, error in batch.failed().items()}
@@ -196,35 +141,68 @@ class TensorSwapper:
             raise_first([(key, failures[key]) for key in tensors if key in failures])
 
     def _start_writing(self, keys: list[str], tensors: list[torch.Tensor]) -> StoreBatch:
-        """Each to where it was, if the tensor is like the one before; else to a new place."""
+        """From host memory: each to where it was, if the tensor is like the one before it; else to
+        a new place."""
         self._forget_prefetched(keys)
         stored = [self._stored.get(key) for key in keys]
         fits = fit(stored, tensors)
+        if not all(map(_is_cpu, tensors)):
+            fits = [fits[index] and each.is_cpu for index, each in enumerate(tensors)]
+        memories = tensors
         if not all(fits):
-            tensors = self._make_room(stored, keys, tensors, fits)
+            others = [index for index, each in enumerate(fits) if not each]
+            hosts = [on_host(keys[index], tensors[index], pin_memory=True) for index in others]
+            memories = list(tensors)
+            for index, host in zip(others, hosts, strict=True):
+                memories[index] = flat(host)
+            self._make_room(stored, keys, tensors, dict(zip(others, hosts, strict=True)))
         names = [each.name for each in stored if each]
-        return self._store.write_many(names, tensors, lane=Lane.DEMAND)
+        return self._store.write_many(names, memories, lane=Lane.DEMAND)
+
+    def _write_staged(
+        self, device: torch.device, tensors: Mapping[str, torch.Tensor]
+    ) -> dict[str, SwapError]:
+        """From one GPU, by way of slots; returns what went wrong, by key."""
+        no_space: dict[str, SwapError] = {}
+
+        def transits() -> Iterator[Transit]:
+            for items in _blocks(list(tensors.items())):
+                keys, block = map(list, zip(*items, strict=True))
+                self._forget_prefetched(keys)
+                stored = [self._stored.get(key) for key in keys]
+                fits = fit(stored, block)
+                outlines = {i: outline(block[i]) for i, each in enumerate(fits) if not each}
+                try:
+                    self._make_room(stored, keys, block, outlines, is_staged=True)
+                except SwapWriteError as error:
+                    no_space.update(dict.fromkeys(keys, error))
+                    continue
+                for key, each, tensor in zip(keys, stored, block, strict=True):
+                    assert each is not None
+                    yield Transit(key, each.name, each.spec, tensor)
+
+        return self._staging.write(device, transits()) | no_space
 
     def _make_room(
         self,
         stored: list[StoredTensor | None],
         keys: list[str],
         tensors: list[torch.Tensor],
-        fits: list[bool],
-    ) -> list[torch.Tensor]:
-        """Replaces those of `stored` that do not fit; returns memories of the CPU to write."""
-        others = [index for index, each in enumerate(fits) if not each]
-        hosts = [on_host(keys[index], tensors[index]) for index in others]
-        memories = list(tensors)
+        denses: Mapping[int, torch.Tensor],
+        *,
+        is_staged: bool = False,
+    ) -> None:
+        """Replaces those of `stored` that `denses` has, which are to be what is stored."""
         fresh: dict[str, StoredTensor] = {}
         try:
-            for index, host in zip(others, hosts, strict=True):
-                stored[index] = self._place(keys[index], host, tensors[index].device, fresh)
-                memories[index] = flat(host)
+            for index, dense in denses.items():
+                stored[index] = self._place(
+                    keys[index], dense, tensors[index].device, fresh, is_staged=is_staged
+                )
             specs = {name: each.spec for name, each in fresh.items()}
             offsets = self._store.allocate_many(TENSORS_FILE, specs)
         except BaseException:
-            for key in {keys[index] for index in others} & self._stored.keys():
+            for key in {keys[index] for index in denses} & self._stored.keys():
                 if self._stored[key].name in fresh:
                     del self._stored[key]
             self._names -= fresh.keys()
@@ -232,12 +210,14 @@ class TensorSwapper:
             raise
         for each, offset_bytes in zip(fresh.values(), offsets, strict=True):
             each.offset_bytes = offset_bytes
-        return memories
 
     # --- in -----------------------------------------------------------------------------------
 
     def swap_in(self, key: str, out: torch.Tensor | None = None) -> torch.Tensor:
         """Read a tensor: into `out` (same dtype and shape, any stride and device), or a new one."""
+        device = out.device if out is not None else self._known(key).device
+        if is_staged_on(device):
+            return self.swap_in_many([key], None if out is None else {key: out})[key]
         return self.swap_in_async(key, out).wait()
 
     def swap_in_async(self, key: str, out: torch.Tensor | None = None) -> TensorFuture:
@@ -265,12 +245,19 @@ class TensorSwapper:
         }
         tensors: dict[str, torch.Tensor] = {}
         failures: dict[str, SwapError] = {}
-        started: list[tuple[list[str], _Reading]] = []
+        started: list[tuple[list[str], Reading]] = []
         try:
             others = [key for key in asked if key not in ready] if ready else asked
-            for block in _blocks(self._file_order(others)):
+            others = self._file_order(others)
+            staged = self._read_through_slots(others, given)
+            if staged:
+                apart = set().union(*staged.values())
+                others = [key for key in others if key not in apart]
+            for block in _blocks(others):
                 reading = self._start_reading(block, list(map(given.get, block)), Lane.DEMAND)
                 started.append((block, reading))
+            for device, group in staged.items():
+                failures |= self._read_staged(device, group, given, tensors)
         finally:
             for block, reading in started:
                 failed = reading.finish()
@@ -296,7 +283,7 @@ class TensorSwapper:
 
     def _start_reading(
         self, keys: list[str], given: Sequence[torch.Tensor | None], lane: Lane
-    ) -> _Reading:
+    ) -> Reading:
         stored = [self._stored.get(key) or self._known(key) for key in keys]
         outs = [
             each.new_tensor() if out is None else out
@@ -304,6 +291,8 @@ class TensorSwapper:
         ]
         hosts = memories = outs
         fits = fit(stored, outs)
+        if not all(map(_is_cpu, outs)):
+            fits = [fits[index] and each.is_cpu for index, each in enumerate(outs)]
         if not all(fits):
             hosts, memories = list(outs), list(outs)
             for index in [index for index, each in enumerate(fits) if not each]:
@@ -311,7 +300,44 @@ class TensorSwapper:
                 hosts[index] = host_for(stored[index], outs[index])
                 memories[index] = flat(hosts[index])
         batch = self._store.read_many([each.name for each in stored], memories, lane=lane)
-        return _Reading(batch, hosts, outs)
+        return Reading(batch, hosts, outs)
+
+    def _read_through_slots(
+        self, keys: list[str], given: Mapping[str, torch.Tensor]
+    ) -> dict[torch.device, list[str]]:
+        """Those that go through slots, by device. Not what was written as a whole and is larger
+        than a slot: its parts have no checksums."""
+        known = self._stored
+        devices = {known[key].device for key in keys if key in known}
+        devices.update(map(_device_of, given.values()))
+        staged: dict[torch.device, list[str]] = {}
+        if any(map(is_staged_on, devices)):
+            for key in keys:
+                stored, out = self._known(key), given.get(key)
+                device = stored.device if out is None else out.device
+                if not is_staged_on(device) or not (out is None or is_staged(out)):
+                    continue
+                if stored.is_in_parts or stored.spec.nbytes <= self._staging.slot_nbytes:
+                    staged.setdefault(device, []).append(key)
+        return staged
+
+    def _read_staged(
+        self, device: torch.device, keys: list[str], given: Mapping[str, torch.Tensor],
+        tensors: dict[str, torch.Tensor],
+    ) -> dict[str, SwapError]:
+        """To one GPU, by way of slots: into `tensors`; returns what went wrong, by key."""
+
+        def transits() -> Iterator[Transit]:
+            for key in keys:
+                stored, out = self._known(key), given.get(key)
+                if out is None:
+                    out = stored.new_tensor()
+                else:
+                    check_out(key, stored.spec, out)
+                tensors[key] = out
+                yield Transit(key, stored.name, stored.spec, out)
+
+        return self._staging.read(device, transits())
 
     @contextlib.contextmanager
     def borrow(self, key: str, *, write_back: bool = True) -> Iterator[torch.Tensor]:
@@ -348,6 +374,7 @@ class TensorSwapper:
         """Remove the files. Idempotent."""
         self._forget_prefetched(list(self._prefetched))
         self._space.close()
+        self._staging.close()
 
     def __enter__(self) -> TensorSwapper:
         return self
@@ -392,13 +419,19 @@ class TensorSwapper:
         return [keys[index] for index in sorted(range(len(keys)), key=offsets.__getitem__)]
 
     def _place(
-        self, key: str, host: torch.Tensor, device: torch.device, fresh: dict[str, StoredTensor]
+        self, key: str, dense: torch.Tensor, device: torch.device,
+        fresh: dict[str, StoredTensor], *, is_staged: bool,
     ) -> StoredTensor:
         """Where the key's next tensor goes: its old place, or a new one that joins `fresh`."""
         old = self._stored.get(key)
-        placed = StoredTensor.like(key, host, device)
+        placed = StoredTensor.like(key, dense, device)
+        if is_staged and placed.spec.nbytes > self._staging.slot_nbytes:
+            placed.is_in_parts, placed.layout = True, None
         if old is not None and old.key_count == 1 and old.spec == placed.spec:
             placed.name, placed.offset_bytes = old.name, old.offset_bytes
+            if placed.is_in_parts:  # parts of the old one must not be taken for parts of this
+                fresh[placed.name] = placed
+                self._store.free(placed.name)
         else:
             self.discard(key, missing_ok=True)
             while placed.name in self._names:  # of a tensor tied to this key's last one
