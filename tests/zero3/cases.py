@@ -69,6 +69,7 @@ class Case:
     clip: bool = False
     steps: int = 4
     dim: int = 31
+    device: str = "cpu"
     extra: dict[str, Any] = field(default_factory=dict)
 
     def config(self, nvme_path: Path) -> dict[str, Any]:
@@ -89,7 +90,7 @@ class Case:
 
 def build(case: Case) -> AwkwardModel:
     torch.manual_seed(0)
-    return AwkwardModel(dim=case.dim, checkpointing=case.checkpointing)
+    return AwkwardModel(dim=case.dim, checkpointing=case.checkpointing).to(case.device)
 
 
 def run_swapped(case: Case, nvme_path: Path) -> Run:
@@ -101,12 +102,12 @@ def run_swapped(case: Case, nvme_path: Path) -> Run:
         optimizer.swap.close()
 
 
-def shard_in_ram(model: nn.Module, *, bf16: bool) -> None:
+def shard_in_ram(model: nn.Module, *, bf16: bool, device: str = "cpu") -> None:
     """FSDP2, one group a block."""
     policy = MixedPrecisionPolicy()
     if bf16:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
     for module in [*model.blocks, model]:
         fully_shard(module, mesh=mesh, mp_policy=policy)
 
@@ -114,7 +115,7 @@ def shard_in_ram(model: nn.Module, *, bf16: bool) -> None:
 def run_in_ram(case: Case) -> Run:
     """FSDP2 and torch's AdamW: none of our parts."""
     model = build(case)
-    shard_in_ram(model, bf16=case.bf16)
+    shard_in_ram(model, bf16=case.bf16, device=case.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     return train(model, optimizer, case)
 
@@ -125,7 +126,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, case: Case) -> Run
     numbers = []
     for _ in range(case.steps):
         for _ in range(case.accumulation):
-            tokens = torch.randint(0, VOCABULARY, (4, 9), generator=generator)
+            tokens = torch.randint(0, VOCABULARY, (4, 9), generator=generator).to(case.device)
             logits = model(tokens).float().flatten(0, 1)
             loss = cross_entropy(logits, tokens.flatten()) / case.accumulation
             loss.backward()
@@ -138,7 +139,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, case: Case) -> Run
         with torch.no_grad():  # an evaluation between steps must see the new weights
             numbers.append(model(tokens).float().sum().item())
     weights = {
-        name: value.full_tensor().clone() for name, value in model.state_dict().items()
+        name: value.full_tensor().cpu().clone() for name, value in model.state_dict().items()
     }
     return Run(numbers, weights)
 
