@@ -294,3 +294,12 @@ class SwapBlock(Block):
             "step()."
         ),
     )
+    update_device: str = Field(
+        default="cpu",
+        pattern="^(cpu|cuda)$",
+        description=(
+            "Where updates are computed. cuda: states pass through a copy of one sub-group on the "
+            "GPU, and parameters that stay there are updated in place. It takes 12 to 24 bytes of "
+            "device memory an element of sub_group_size, which `nvmeswap plan` does not count."
+        ),
+    )

@@ -19,6 +19,13 @@ Kernel = Callable[[Tensor, Tensor, States, Mapping[str, Any], Options], dict[str
 """(master, gradient, states, scalars, options of the group) to the scalars after the step."""
 
 
+def _beside(master: Tensor, count: Tensor) -> Tensor:
+    """A count of steps where the kernel needs it; nothing waits for a GPU."""
+    if master.is_cpu:
+        return count
+    return torch.full_like(count, float(count), device=master.device)
+
+
 def _adam_by(kernel: Callable[..., None]) -> Kernel:
     def step(
         master: Tensor, gradient: Tensor, states: States, scalars: Mapping[str, Any], group: Options
@@ -31,7 +38,7 @@ def _adam_by(kernel: Callable[..., None]) -> Kernel:
             [states["exp_avg"]],
             [states["exp_avg_sq"]],
             [states["max_exp_avg_sq"]] if group["amsgrad"] else [],
-            [count],
+            [_beside(master, count)],
             amsgrad=group["amsgrad"],
             lr=group["lr"],
             beta1=beta1,
@@ -71,7 +78,7 @@ def _adagrad(
         [master],
         [gradient],
         [states["sum"]],
-        [count],
+        [_beside(master, count)],
         lr=group["lr"],
         lr_decay=group["lr_decay"],
         weight_decay=group["weight_decay"],

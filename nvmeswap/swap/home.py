@@ -25,6 +25,9 @@ class ParameterHome(Protocol):
     def is_alone(self) -> bool:
         """False if other ranks take part in each step."""
 
+    def update_on(self, device: torch.device) -> None:
+        """Called first: updates are computed there, also in the memory of parameters that are."""
+
     def key_of(self, parameter: torch.Tensor) -> str:
         """The stable name under which the parameter's state is stored."""
 
@@ -40,11 +43,13 @@ class ParameterHome(Protocol):
         """Its gradient now, flat, any floating dtype, on the host or a GPU, or None."""
 
     def in_place(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """The parameter's own memory if new values are to be made right there, else None."""
+        """The parameter's own memory, on the host or where updates are computed, if new values are
+        to be made right there, else None."""
 
     def edited_values(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Its values now, if somebody else has written to it since the last step (as
-        load_state_dict does), or its master was never told of it; None if that is up to date."""
+        load_state_dict does), or its master was never told of it; None if that is up to date. On
+        the host, or its own memory if it is `in_place`."""
 
     def initial_values(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Its values for a master, flat, any dtype and device; None if nothing but the master has
@@ -103,17 +108,22 @@ class ParameterHome(Protocol):
 class ResidentHome:
     """Parameters in memory, on the CPU or a GPU; gradients in `parameter.grad`.
 
-    fp32 parameters on the CPU are their own master, bf16 ones the upper half of it. Others (fp16,
-    or on a GPU) have an fp32 master beside their states, and get its rounded values.
+    fp32 parameters on the CPU, or where updates are computed, are their own master, bf16 ones the
+    upper half of it. Others (fp16, or on a GPU beside the CPU's updates) have an fp32 master beside
+    their states, and get its rounded values.
     """
 
     def __init__(self) -> None:
+        self._device = torch.device("cpu")
         self._keys: dict[torch.Tensor, str] = {}
         self._versions: dict[torch.Tensor, int] = {}
 
     @property
     def is_alone(self) -> bool:
         return True
+
+    def update_on(self, device: torch.device) -> None:
+        self._device = device
 
     def key_of(self, parameter: torch.Tensor) -> str:
         return self._keys.setdefault(parameter, f"param.{len(self._keys)}")
@@ -146,16 +156,18 @@ class ResidentHome:
         return gradient.detach().reshape(-1)
 
     def in_place(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        if parameter.device.type == "cpu" and parameter.dtype in (STATE_DTYPE, torch.bfloat16):
+        is_there = parameter.device.type == "cpu" or parameter.device == self._device
+        if is_there and parameter.dtype in (STATE_DTYPE, torch.bfloat16):
             return parameter.detach().view(-1)
         return None
 
     def edited_values(self, parameter: torch.Tensor) -> torch.Tensor | None:
         # A write through `.data` is not counted; beside a whole master it can be told.
-        is_whole = parameter.device.type == "cpu" and self.in_place(parameter) is None
+        here = self.in_place(parameter)
+        is_whole = parameter.device.type == "cpu" and here is None
         if self._versions.get(parameter) == parameter._version and not is_whole:
             return None
-        return parameter.detach().view(-1).to("cpu")
+        return parameter.detach().view(-1).to("cpu") if here is None else here
 
     def initial_values(self, parameter: torch.Tensor) -> torch.Tensor | None:
         return parameter.detach().view(-1)

@@ -34,6 +34,8 @@ OPTIMIZER_FILE = "optimizer.swp"
 DEFAULT_BUFFER_COUNT = 4
 # True if the visit changed what is in the slot.
 Visit = Callable[[SubGroup], bool]
+# After a visit that raised: True if the slot and all else are as before it.
+IsIntact = Callable[[], bool]
 # Waits until a sub-group may be visited, or the second argument says that the walk is to stop.
 Ready = Callable[[SubGroup, Callable[[], bool]], None]
 
@@ -200,31 +202,40 @@ class PipelinedOptimizerSwapper:
         """The shards in these sub-groups."""
         return {s.key for index in indices for s in self._groups[index].layout.segments}
 
-    def walk(self, visit: Visit, remaining: list[int]) -> None:
+    def walk(
+        self, visit: Visit, remaining: list[int], is_intact: IsIntact = lambda: False
+    ) -> None:
         """Call `visit` for each sub-group in `remaining`, with its state in memory, and take it off
         the list; what the visitor left in the slot is written back behind it. Waits for the last
         write.
 
         Whatever interrupts a walk, calling it again with the same list goes on there. A visit that
-        raised counts as not made: the state from before it is read again; where that can't be (what
-        it updates in place), walking is refused from then on.
+        raised counts as not made: where it left something changed (`is_intact` tells), the state
+        from before it is read again; where that can't be (what it updates in place), walking is
+        refused from then on.
         """
-        self.start_walk(visit, remaining).wait()
+        self.start_walk(visit, remaining, is_intact).wait()
 
     def start_walk(
-        self, visit: Visit, remaining: list[int], ready: Ready | None = None
+        self,
+        visit: Visit,
+        remaining: list[int],
+        is_intact: IsIntact = lambda: False,
+        ready: Ready | None = None,
     ) -> Job[None]:
         """As `walk`, but returns at once; `ready` is called before each visit and waits until that
         may be made, while the state is being read already."""
         self.refuse_torn()
         return self._worker.start(
-            lambda job: self._walk(visit, remaining, ready, job), is_behind=ready is not None
+            lambda job: self._walk(visit, remaining, is_intact, ready, job),
+            is_behind=ready is not None,
         )
 
     def _walk(
         self,
         visit: Visit,
         remaining: list[int],
+        is_intact: IsIntact,
         ready: Ready | None,
         job: Job[None],
     ) -> None:
@@ -251,7 +262,7 @@ class PipelinedOptimizerSwapper:
                     break
                 began += time.perf_counter() - computing
                 computing = time.perf_counter()
-            changed = self._visit(group, visit)
+            changed = self._visit(group, visit, is_intact)
             remaining.pop(0)
             updated = time.perf_counter()
             self._update_s += updated - computing
@@ -269,13 +280,17 @@ class PipelinedOptimizerSwapper:
         self._step_s += ended - began
         self._step_count += not remaining
 
-    def _visit(self, group: SubGroup, visit: Visit) -> bool:
+    def _visit(
+        self, group: SubGroup, visit: Visit, is_intact: IsIntact = lambda: False
+    ) -> bool:
         group.move(ShardState.DIRTY)
         try:
             changed = visit(group)
         except BaseException:
             group.owed.clear()
-            if group.can_be_undone:
+            if is_intact():
+                group.move(ShardState.CLEAN)
+            elif group.can_be_undone:
                 group.drop_slot()  # the state from before is on NVMe
             else:
                 self.tear(f"the update of {group.key} was interrupted and can't be undone")

@@ -269,17 +269,21 @@ class OptimizerStates:
     def _values(self, group: SubGroup, segment: Segment, name: str) -> Tensor:
         if name != MASTER:
             return segment.state(group.memory, name)
+        if segment.item.master is not MasterForm.WHOLE:
+            return self._exact(group, segment)
         edited = self._home.edited_values(self._by_key[segment.key])
-        if segment.item.master is MasterForm.WHOLE:
-            master = segment.master(group.memory)
-            if edited is not None:
-                master = master.clone()
-                take_over_edits(master, edited[segment.start : segment.stop])
-            return master
-        here = self._place(group, segment)
+        master = segment.master(group.memory)
+        if edited is not None:
+            master = master.clone()
+            take_over_edits(master, edited[segment.start : segment.stop])
+        return master
+
+    def _exact(self, group: SubGroup, segment: Segment) -> Tensor:
+        """Of a parameter that is its master, or half of it."""
+        here = self._place(group, segment).to("cpu")
         if segment.item.master is MasterForm.IN_PLACE:
             return here
-        if edited is not None:
+        if self._home.edited_values(self._by_key[segment.key]) is not None:
             return here.to(STATE_DTYPE)
         master = torch.empty(segment.numel, dtype=STATE_DTYPE, device="cpu")
         segment.rest(group.memory).join(0, here, master)
@@ -297,8 +301,11 @@ class OptimizerStates:
                 output.copy_(exact)
         else:
             here = self._place(group, segment)
-            segment.rest(group.memory).split(0, exact.contiguous(), here)
+            halves = here if here.is_cpu else torch.empty_like(here, device="cpu")
+            segment.rest(group.memory).split(0, exact.contiguous(), halves)
             here[:0].zero_()  # autograd's version counter
+            if halves is not here:
+                here.copy_(halves)
         if self._home.in_place(self._by_key[segment.key]) is None:
             self.publish_with(group, segment)
 

@@ -16,7 +16,7 @@ from nvmeswap.swap.overlap import BackwardOverlap
 from nvmeswap.swap.states import OptimizerStates
 from nvmeswap.swap.step import Step, check_options, options_now
 from nvmeswap.swap.traffic import SubGroup
-from nvmeswap.swap.update import Scratch, Turn, update_segment
+from nvmeswap.swap.update import Turn, Updater
 from nvmeswap.swap.worker import Job
 
 
@@ -36,7 +36,7 @@ class SteppingOptimizer(Optimizer):
     _started: set[str]
     _overlap: BackwardOverlap | None
     _step: Step | None
-    _scratch: Scratch
+    _updater: Updater
     _scales: dict[str, torch.Tensor]  # of gradients, in the next step
 
     def _own(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -87,7 +87,7 @@ class SteppingOptimizer(Optimizer):
             if not step.walked:
                 if not is_new:
                     self._refuse_lost_gradients(swapper.keys_of(step.remaining) & step.expected)
-                swapper.walk(self._visit, step.remaining)
+                swapper.walk(self._visit, step.remaining, self._is_intact)
                 step.walked = True
         except SwapError as failure:
             error = failure
@@ -149,7 +149,7 @@ class SteppingOptimizer(Optimizer):
         self._home.begin_overlapped_step(error)
         self._begin_step(swapper, order)
         assert self._step is not None
-        return swapper.start_walk(self._visit, self._step.remaining, ready)
+        return swapper.start_walk(self._visit, self._step.remaining, self._is_intact, ready)
 
     def _begin_step(
         self,
@@ -190,30 +190,36 @@ class SteppingOptimizer(Optimizer):
         """Update what has a gradient in a sub-group that is in memory; True if anything has."""
         step = self._step
         assert step is not None
-        changed, breathe = False, self._attached().breathe
-        for segment in sub_group.layout.segments:
-            turn = self._turn(step, segment.key)
-            if turn is None:
-                continue
-            changed = True
-            in_place = self._home.in_place(self._by_key[segment.key])
-            step.after[segment.key] = update_segment(
-                self._rule, segment, sub_group.memory, in_place, turn, self._scratch, breathe
+        turns = [
+            (segment, turn)
+            for segment in sub_group.layout.segments
+            if (turn := self._turn(step, segment.key)) is not None
+        ]
+        if turns:
+            step.after |= self._updater.update(
+                sub_group.layout, sub_group.memory, turns, self._attached().breathe
             )
-            if in_place is None:
+        for segment, turn in turns:
+            if turn.in_place is None:
                 self._states.publish_with(sub_group, segment)
         if self._overlap is not None:
             self._overlap.used(sub_group)
-        return changed
+        return bool(turns)
+
+    def _is_intact(self) -> bool:
+        """After a visit that raised: nothing has changed."""
+        return self._updater.left_intact
 
     def _turn(self, step: Step, key: str) -> Turn | None:
         if key not in step.before:
             return None
-        gradient = self._home.gradient(self._by_key[key])
+        parameter = self._by_key[key]
+        gradient = self._home.gradient(parameter)
         if gradient is None:
             return None
         return Turn(
-            gradient, self._scales.get(key), step.before[key], step.options[key], step.edits[key]
+            gradient, self._scales.get(key), step.before[key], step.options[key], step.edits[key],
+            self._home.in_place(parameter),
         )
 
     @property

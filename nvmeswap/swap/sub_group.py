@@ -42,7 +42,7 @@ _MASTERS_ALIGNMENT_NBYTES = 8192
 class MasterForm(enum.Enum):
     """Where the exact fp32 value of a parameter is.
 
-    IN_PLACE: the parameter is fp32 in host memory and is updated there. WHOLE: beside the states,
+    IN_PLACE: the parameter is fp32 in memory and is updated there. WHOLE: beside the states,
     4 bytes an element. SPLIT: the parameter is its upper half (rounded to bf16), and the rest that
     makes it exact lies beside the states, 2.125 bytes an element.
     """
@@ -101,11 +101,14 @@ class Segment:
         return self._region(memory, self.master_offset_bytes, STATE_DTYPE)
 
     def rest(self, memory: torch.Tensor) -> MasterRest:
-        """What makes a SPLIT master exact, in a slot's memory."""
+        """What makes a SPLIT master exact, in a slot's memory on the host."""
+        return MasterRest(self.rest_memory(memory), self.numel)
+
+    def rest_memory(self, memory: torch.Tensor) -> torch.Tensor:
+        """The bytes of `rest`; the slot's copy may be on a GPU."""
         assert self.item.master is MasterForm.SPLIT
         begin = self.master_offset_bytes
-        nbytes = MasterRest.nbytes_for(self.numel)
-        return MasterRest(memory[begin : begin + nbytes], self.numel)
+        return memory[begin : begin + MasterRest.nbytes_for(self.numel)]
 
     def state(self, memory: torch.Tensor, name: str) -> torch.Tensor:
         """The state called `name` in a slot's memory, `item.state_dtype`, flat [numel]."""

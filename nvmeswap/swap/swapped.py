@@ -23,7 +23,7 @@ from nvmeswap.swap.space import SwapSpace
 from nvmeswap.swap.stateful import StatefulOptimizer
 from nvmeswap.swap.states import OptimizerStates, halves_to_read
 from nvmeswap.swap.sub_group import STATE_DTYPE, StateItem, SubGroupLayout
-from nvmeswap.swap.update import Scratch
+from nvmeswap.swap.update_place import UpdatePlace
 from nvmeswap.timeline import Timeline
 
 _Optimizer = TypeVar("_Optimizer", bound="SwappedOptimizer")
@@ -53,11 +53,14 @@ class SwappedOptimizer(StatefulOptimizer):
     reading, updating and writing); `ratio`, the share of sub-groups that is swapped, the rest stays
     in memory, as does what `swap.host_memory_nbytes` leaves room for; `state_dtype`, bfloat16
     halves the states and is NOT exact; `update_thread_count`, of torch's threads for the update
-    (pieces that fit a cache gain nothing from more);
+    (pieces that fit a cache gain nothing from more); `update_device`: "cuda" computes updates on
+    the current GPU, and fp32 and bf16 parameters that are there are updated in their own memory
+    (None: as `swap` says, "cpu" by default);
     `overlap`, updates during backward; `pin_memory`, page-lock the memory; `swap` and `aio`, as in
     the JSON; `home`, for plugs: where the parameters are, if not in memory.
     Raises: SwapPathError, SwapBudgetError, SwapSpaceError on construction, SwapUsageError for an
-    optimizer that can't be served; SwapReadError or SwapWriteError in `step`, which can be called
+    optimizer that can't be served, or for "cuda" where there is none; SwapReadError or
+    SwapWriteError in `step`, which can be called
     again and goes on where it stopped.
     Blocking: `step` waits for the disk.
     Threads: the training loop's only.
@@ -78,6 +81,7 @@ class SwappedOptimizer(StatefulOptimizer):
         ratio: float = 1.0,
         state_dtype: torch.dtype = STATE_DTYPE,
         update_thread_count: int = 1,
+        update_device: str | torch.device | UpdatePlace | None = None,
         overlap: OverlapSettings | None = None,
         pin_memory: bool = True,
         swap: SwapBlock | None = None,
@@ -88,9 +92,10 @@ class SwappedOptimizer(StatefulOptimizer):
         sizing = Sizing(
             nvme_path, sub_group_size, buffer_count, ratio, pin_memory, update_thread_count
         )
-        self._begin(optimizer_class, params, home or ResidentHome(), options, state_dtype)
-        items = self.items()
         swap = swap or SwapBlock()
+        place = UpdatePlace.of(swap.update_device if update_device is None else update_device)
+        self._begin(optimizer_class, params, home or ResidentHome(), options, state_dtype, place)
+        items = self.items()
         numel = sizing.sub_group_numel(items, swap.host_memory_nbytes)
         layouts = self.lay_out(numel)
         self._space = open_space(sizing, layouts, swap, aio or AioConfig())
@@ -120,12 +125,14 @@ class SwappedOptimizer(StatefulOptimizer):
         home: ParameterHome,
         *,
         state_dtype: torch.dtype = STATE_DTYPE,
+        update_device: str | torch.device | UpdatePlace = "cpu",
         **options: Any,
     ) -> _Optimizer:
         """For plugs: an optimizer over a home of theirs. `attach` must follow, with a swapper over
         what `lay_out` gave."""
         optimizer = cls.__new__(cls)
-        optimizer._begin(optimizer_class, params, home, options, state_dtype)
+        place = UpdatePlace.of(update_device)
+        optimizer._begin(optimizer_class, params, home, options, state_dtype, place)
         return optimizer
 
     def _begin(
@@ -135,6 +142,7 @@ class SwappedOptimizer(StatefulOptimizer):
         home: ParameterHome,
         options: Mapping[str, Any],
         state_dtype: torch.dtype,
+        place: UpdatePlace,
     ) -> None:
         if state_dtype not in (torch.float32, torch.bfloat16):
             raise SwapConfigError(
@@ -142,15 +150,16 @@ class SwappedOptimizer(StatefulOptimizer):
                 key="state_dtype",
                 fix="use torch.float32, or torch.bfloat16, which is not exact",
             )
-        self._rule = ElementwiseOptimizer(optimizer_class, options)
+        self._rule = ElementwiseOptimizer(optimizer_class, options, place.device)
         self._home = home
+        home.update_on(place.device)
+        self._updater = place.updater(self._rule)
         self._state_dtype = state_dtype
         self._space = None
         self._swapper = None
         self._overlap = None
         self._step = None
         self._started, self._given = set(), set()
-        self._scratch = Scratch()
         self._scales = {}
         super().__init__(params, dict(self._rule.defaults))
         self._by_key = {}
@@ -177,6 +186,7 @@ class SwappedOptimizer(StatefulOptimizer):
         (states come with the first step)."""
         self._swapper = swapper
         self._states = OptimizerStates(swapper, self._home, self._by_key)
+        self._updater.reserve(self._states.layouts(self._by_key))
         swapper.read_with(partial(halves_to_read, self._home, self._by_key))
         swapper.initialise(self._states.fill_in_masters)
         self._home.forget_edits(self._by_key.values())
@@ -279,6 +289,7 @@ class SwappedOptimizer(StatefulOptimizer):
             self._overlap.close()
         if swapper is not None:
             swapper.close()
+        self._updater.close()
         self._step = None
         space, self._space = self._space, None
         if space is not None:

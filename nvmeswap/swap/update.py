@@ -9,15 +9,15 @@ round differently).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from nvmeswap.swap.elementwise import ElementwiseOptimizer
-from nvmeswap.swap.sub_group import STATE_DTYPE, MasterForm, Segment
+from nvmeswap.swap.sub_group import STATE_DTYPE, MasterForm, Segment, SubGroupLayout
 
 PIECE_NUMEL = 1 << 17  # 512 KiB of fp32 for each of four tensors: fits a core's second-level cache
 
@@ -31,13 +31,43 @@ class Turn:
     """One parameter's turn in a step. `gradient` is flat, of any floating dtype and device,
     and is multiplied by `scale` first, if there is one. `scalars`: its step count and the like from
     before the step, None if it was never updated. `options`: those of its group. `edited`: its
-    values, flat, if somebody else wrote to it since the last step."""
+    values, flat, if somebody else wrote to it since the last step. `in_place`: the parameter's own
+    memory, flat, where new values are to be made right there; else they are left in the segment's
+    output, or in its master if that has the right dtype."""
 
     gradient: torch.Tensor
     scale: torch.Tensor | None
     scalars: Mapping[str, Any] | None
     options: Mapping[str, Any]
     edited: torch.Tensor | None
+    in_place: torch.Tensor | None
+
+
+class Updater(Protocol):
+    """Updates sub-groups that are in memory, one at a time. Threads: the swapper's, but `reserve`
+    and `close`."""
+
+    def reserve(self, layouts: Sequence[SubGroupLayout]) -> None:
+        """Take the memory that these need, so that no step is the first to find it missing. Raises
+        SwapBudgetError."""
+
+    def update(
+        self,
+        layout: SubGroupLayout,
+        memory: torch.Tensor,
+        turns: Sequence[tuple[Segment, Turn]],
+        breathe: Callable[[], None],
+    ) -> dict[str, dict[str, Any]]:
+        """Update segments of a sub-group that lies in `memory`; returns their parameters' scalars
+        after it, by key. On return all is there, on whatever device it is. `breathe` is called now
+        and then."""
+
+    @property
+    def left_intact(self) -> bool:
+        """After an `update` that raised: True if it changed nothing."""
+
+    def close(self) -> None:
+        """Give the memory back."""
 
 
 class Scratch:
@@ -62,25 +92,44 @@ class Scratch:
         return self.piece(name, values.numel()).copy_(values)
 
 
-def update_segment(
+class CachedUpdater:
+    """Piece by piece in the processor's cache, in host memory."""
+
+    left_intact = False  # pieces are updated where they lie
+
+    def __init__(self, rule: ElementwiseOptimizer) -> None:
+        self._rule = rule
+        self._scratch = Scratch()
+
+    def reserve(self, layouts: Sequence[SubGroupLayout]) -> None: ...
+
+    def update(
+        self,
+        layout: SubGroupLayout,
+        memory: torch.Tensor,
+        turns: Sequence[tuple[Segment, Turn]],
+        breathe: Callable[[], None],
+    ) -> dict[str, dict[str, Any]]:
+        return {
+            segment.key: _update(self._rule, segment, memory, turn, self._scratch, breathe)
+            for segment, turn in turns
+        }
+
+    def close(self) -> None: ...
+
+
+def _update(
     rule: ElementwiseOptimizer,
     segment: Segment,
     memory: torch.Tensor,
-    in_place: torch.Tensor | None,
     turn: Turn,
     scratch: Scratch,
     breathe: Callable[[], None],
 ) -> dict[str, Any]:
-    """Update a segment whose sub-group lies in `memory`; returns the parameter's scalars after it.
-    `breathe` is called after each piece.
-
-    `in_place`: the whole parameter's own memory, flat, where new values are to be made right there;
-    else they are left in the segment's output, or in its master if that has the right dtype.
-    """
     scalars: dict[str, Any] = {}
     states = {name: segment.state(memory, name) for name in segment.item.states}
     gradient = turn.gradient[segment.start : segment.stop]
-    for begin, master, leave in _masters(segment, memory, in_place, turn, scratch):
+    for begin, master, leave in _masters(segment, memory, turn, scratch):
         piece = slice(begin, begin + master.numel())
         scaled = gradient[piece]
         if turn.scale is not None:
@@ -100,12 +149,11 @@ def update_segment(
 def _masters(
     segment: Segment,
     memory: torch.Tensor,
-    in_place: torch.Tensor | None,
     turn: Turn,
     scratch: Scratch,
 ) -> Iterator[_Piece]:
     """The fp32 masters piece by piece."""
-    form = segment.item.master
+    form, in_place = segment.item.master, turn.in_place
     output = segment.output(memory)
     here = None if in_place is None else in_place[segment.start : segment.stop]
     if form is MasterForm.SPLIT:

@@ -55,7 +55,9 @@ def swap_shards(
     with closing(Materialiser(model, entries, values)) as first:
         home = ShardedHome(model, entries, agreement)
         trained = [entry.parameter for entry in entries if entry.parameter.requires_grad]
-        optimizer: ShardedOptimizer = ShardedOptimizer.over(cls, trained, home, **options)
+        optimizer: ShardedOptimizer = ShardedOptimizer.over(
+            cls, trained, home, update_device=settings.nvmeswap.update_device, **options
+        )
         layouts = optimizer.lay_out(zero.sub_group_size)
         space = SwapSpace(
             Placement(settings.nvme_paths, run, dist.get_rank(), dist.get_world_size()),

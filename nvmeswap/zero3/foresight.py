@@ -128,7 +128,8 @@ class Foresight:
                 "the model has no parameter to train",
                 fix="set requires_grad_(True) on what is to be trained",
             )
-        if self._device.type == "cpu":  # where a shard that stays is updated in place
+        # Where a shard that stays is updated in place.
+        if self._device.type in ("cpu", settings.nvmeswap.update_device):
             with FakeTensorMode():
                 for entry in self._entries:
                     entry.local = torch.empty(entry.shape, dtype=entry.parameter.dtype)

@@ -26,8 +26,8 @@ class ShardedHome:
 
     A swapped shard's new values go to the parameter swapper. One stored in bf16 is the upper half
     of its master, and comes from there for the update; the rest is kept with its moments, as is the
-    whole fp32 master of others. A shard that stays on a GPU is copied there; one on the CPU is
-    updated in place, with the rest beside its moments if it is bf16.
+    whole fp32 master of others. A shard that stays on the CPU, or where updates are computed, is
+    updated in place, with the rest beside its moments if it is bf16; another one is copied there.
     """
 
     def __init__(self, model: nn.Module, entries: Sequence[Entry], agreement: Agreement) -> None:
@@ -36,6 +36,7 @@ class ShardedHome:
         self.first_values: Callable[[Entry], torch.Tensor] | None = None
         self.gradients = HostGradients()
         self.pending_scales: dict[str, torch.Tensor] = {}  # the optimizer's, by clipping
+        self._update_device = torch.device("cpu")
         self._model = model
         self._agreement = agreement
         self._entries = {id(entry.parameter): entry for entry in entries}
@@ -139,6 +140,9 @@ class ShardedHome:
         """True for the parameters of this model, as they were when it was sharded."""
         return id(parameter) in self._entries
 
+    def update_on(self, device: torch.device) -> None:
+        self._update_device = device
+
     def key_of(self, parameter: torch.Tensor) -> str:
         return self._entry(parameter).key
 
@@ -169,7 +173,7 @@ class ShardedHome:
     def _in_place(self, entry: Entry) -> torch.Tensor | None:
         if entry.swapped or entry.local is None:
             return None
-        if entry.local.device.type != "cpu":
+        if entry.local.device.type != "cpu" and entry.local.device != self._update_device:
             return None
         if entry.local.dtype not in (STATE_DTYPE, torch.bfloat16):
             return None
@@ -181,7 +185,8 @@ class ShardedHome:
             return None  # writing a swapped parameter reaches its master
         if self._versions.get(entry.key) == entry.local._version:
             return None
-        return entry.local.view(-1).to("cpu")
+        values = entry.local.view(-1)
+        return values.to("cpu") if self._in_place(entry) is None else values
 
     def initial_values(self, parameter: torch.Tensor) -> torch.Tensor | None:
         entry = self._entry(parameter)

@@ -79,12 +79,19 @@ def test_run_equals_the_plain_optimizer(
     tmp_path_factory: pytest.TempPathFactory, run: dict[str, Any]
 ) -> None:
     """Else a model trained with state on NVMe is another model.  field cases D01, O02, O06"""
-    recipe, folder = run["recipe"], tmp_path_factory.mktemp("run")
+    assert_run_equals_plain(run, tmp_path_factory.mktemp("run"))
+
+
+def assert_run_equals_plain(run: dict[str, Any], folder: Path, **options: Any) -> None:
+    """One of `runs()`; `options` on top of its own."""
+    recipe = run["recipe"]
     params = parameters_of(run["shapes"], run["dtypes"])
     for index in run["frozen"]:
         params[index].requires_grad_(False)
     twins = Twins(
-        recipe, params, lambda groups: make_swapped(recipe, groups, folder, **run["options"])
+        recipe,
+        params,
+        lambda groups: make_swapped(recipe, groups, folder, **run["options"], **options),
     )
     schedules = [schedule(run["schedule"], optimizer) for optimizer in twins.both]
     for step in range(STEPS):

@@ -61,9 +61,9 @@ class Recipe:
             return [{"params": list(params)}]
         return [{"params": params[::2]}, {"params": params[1::2], **self.second_group}]
 
-    def plain(self, params: Any) -> Optimizer:
-        """torch's own, fused where the class knows that."""
-        fused = "fused" in inspect.signature(self.kind).parameters
+    def plain(self, params: Any, *, fused: bool = True) -> Optimizer:
+        """torch's own, fused where the class knows that (and `fused`)."""
+        fused = fused and "fused" in inspect.signature(self.kind).parameters
         return self.kind(params, **self.options, **({"fused": True} if fused else {}))
 
 
@@ -99,23 +99,30 @@ def parameters_of(
 
 
 class Twins:
-    """`make(groups)` builds ours over `params`; the other one has masters like them."""
+    """`make(groups)` builds ours over `params`; the other one has masters like them, on `device`,
+    and is fused where ours is (on a GPU not every class can be)."""
 
     def __init__(
-        self, recipe: Recipe, params: list[torch.nn.Parameter], make: Callable[[Any], Optimizer]
+        self,
+        recipe: Recipe,
+        params: list[torch.nn.Parameter],
+        make: Callable[[Any], Optimizer],
+        device: str = "cpu",
     ) -> None:
         self.recipe = recipe
         self.params = list(params)
-        self.masters = [_master_of(parameter) for parameter in params]
+        self.device = device
+        self.masters = [self._master_of(parameter) for parameter in params]
         self.swapped: SwappedOptimizer = make(recipe.groups(self.params))  # type: ignore[assignment]
-        self.plain = recipe.plain(recipe.groups(self.masters))
+        fused = device == "cpu" or bool(self.swapped.defaults.get("fused"))
+        self.plain = recipe.plain(recipe.groups(self.masters), fused=fused)
 
     @property
     def both(self) -> tuple[Optimizer, Optimizer]:
         return self.swapped, self.plain
 
     def add_group(self, params: list[torch.nn.Parameter], **options: Any) -> None:
-        masters = [_master_of(parameter) for parameter in params]
+        masters = [self._master_of(parameter) for parameter in params]
         self.swapped.add_param_group({"params": params, **options})
         self.plain.add_param_group({"params": masters, **options})
         self.params += params
@@ -132,7 +139,7 @@ class Twins:
 
     def step_plain(self) -> None:
         for parameter, master in zip(self.params, self.masters, strict=True):
-            master.grad = None if parameter.grad is None else parameter.grad.to("cpu", FP32)
+            master.grad = None if parameter.grad is None else parameter.grad.to(self.device, FP32)
         self.plain.step()
 
     def step(self) -> None:
@@ -141,7 +148,7 @@ class Twins:
 
     def assert_same_parameters(self) -> None:
         for index, (mine, master) in enumerate(zip(self.params, self.masters, strict=True)):
-            same = torch.equal(mine.cpu(), master.to(mine.dtype))
+            same = torch.equal(mine.cpu(), master.to(mine.dtype).cpu())
             assert same, f"parameter {index}, {mine.dtype}"
 
     def assert_same(self) -> None:
@@ -154,9 +161,13 @@ class Twins:
         for number, parameter in enumerate(numbered):
             state, master = dict(saved.get(number, {})), self.masters[places[parameter]]
             if MASTER in state:
-                assert torch.equal(state.pop(MASTER), master), number
+                assert torch.equal(state.pop(MASTER), master.cpu()), number
             if parameter.numel() and (number in saved or self.recipe.kind is not ADAGRAD):
                 assert_same_states(state, expected.get(number, {}), f"parameter {number}")
+
+    def _master_of(self, parameter: Tensor) -> torch.nn.Parameter:
+        master = torch.nn.Parameter(parameter.detach().to(self.device, FP32, copy=True))
+        return master.requires_grad_(parameter.requires_grad)
 
 
 ADAGRAD = torch.optim.Adagrad  # its plain states are there before the first step
@@ -166,10 +177,6 @@ def assert_same_states(ours: dict[str, Any], expected: dict[str, Any], what: str
     expected = {name: value for name, value in expected.items() if value is not None}
     assert ours.keys() == expected.keys(), what
     for name, value in expected.items():
-        same = torch.equal(ours[name], value) if isinstance(value, Tensor) else ours[name] == value
+        is_tensor = isinstance(value, Tensor)
+        same = torch.equal(ours[name], value.cpu()) if is_tensor else ours[name] == value
         assert same, f"{what}: {name}"
-
-
-def _master_of(parameter: Tensor) -> torch.nn.Parameter:
-    master = torch.nn.Parameter(parameter.detach().to("cpu", FP32, copy=True))
-    return master.requires_grad_(parameter.requires_grad)

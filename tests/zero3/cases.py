@@ -70,7 +70,6 @@ class Case:
     steps: int = 4
     dim: int = 31
     device: str = "cpu"  # where it computes, and where the run in RAM updates
-    update_device: str = "cpu"
     extra: dict[str, Any] = field(default_factory=dict)
 
     def config(self, nvme_path: Path) -> dict[str, Any]:
@@ -84,13 +83,9 @@ class Case:
             },
             "bf16": {"enabled": self.bf16},
             "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE}},
-            "nvmeswap": {"min_swap_nbytes": 1000, **self._update_device},
+            "nvmeswap": {"min_swap_nbytes": 1000},
             **self.extra,
         }
-
-    @property
-    def _update_device(self) -> dict[str, str]:
-        return {} if self.update_device == "cpu" else {"update_device": self.update_device}
 
 
 def build(case: Case) -> AwkwardModel:
@@ -144,7 +139,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, case: Case) -> Run
         with torch.no_grad():  # an evaluation between steps must see the new weights
             numbers.append(model(tokens).float().sum().item())
     weights = {
-        name: value.full_tensor().clone() for name, value in model.state_dict().items()
+        name: value.full_tensor().cpu().clone() for name, value in model.state_dict().items()
     }
     return Run(numbers, weights)
 

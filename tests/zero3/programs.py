@@ -189,7 +189,10 @@ def config(program: Program, nvme_path: Path, buffer_count: int = 2) -> dict[str
             "offload_optimizer": place,
         },
         "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE}},
-        "nvmeswap": {"min_swap_nbytes": program.min_swap_nbytes},
+        "nvmeswap": {
+            "min_swap_nbytes": program.min_swap_nbytes,
+            "update_device": program.update_device,
+        },
     }
 
 

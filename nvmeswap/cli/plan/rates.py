@@ -24,7 +24,7 @@ from nvmeswap.io.engine import DirectMode
 from nvmeswap.io.probe import probe_folder
 from nvmeswap.swap.elementwise import ElementwiseOptimizer
 from nvmeswap.swap.sub_group import MasterForm, Segment, SubGroupLayout
-from nvmeswap.swap.update import Scratch, Turn, update_segment
+from nvmeswap.swap.update import CachedUpdater, Turn
 from nvmeswap.zero3.build import update_thread_count
 from nvmeswap.zero3.wrap import optimizer_of
 
@@ -231,17 +231,16 @@ def _update_rate(layouts: Sequence[SubGroupLayout], settings: Config, itemsize: 
     memories = [torch.zeros(layout.slot_nbytes, dtype=torch.uint8) for _ in range(count)]
     gradients = [torch.full((numel,), 1e-3, dtype=dtype) for _ in range(count)]
     in_place = [[_in_place_for(segment) for segment in layout.segments] for _ in memories]
-    scratch, scalars = Scratch(), dict[str, Mapping[str, Any]]()
+    updater, scalars = CachedUpdater(rule), dict[str, Mapping[str, Any]]()
 
     def update_all() -> None:
         for memory, gradient, own in zip(memories, gradients, in_place, strict=True):
             begin = 0
             for segment, here in zip(layout.segments, own, strict=True):
                 alone = replace(segment, start=0, stop=segment.numel)
-                turn = Turn(gradient[begin:], None, scalars.get(segment.key), rule.defaults, None)
-                scalars[segment.key] = update_segment(
-                    rule, alone, memory, here, turn, scratch, lambda: None
-                )
+                before = scalars.get(segment.key)
+                turn = Turn(gradient[begin:], None, before, rule.defaults, None, here)
+                scalars.update(updater.update(layout, memory, [(alone, turn)], lambda: None))
                 begin += segment.numel
 
     with torch.no_grad():
