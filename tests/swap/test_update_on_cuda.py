@@ -1,4 +1,4 @@
-"""Updates on a GPU: the bits of torch's optimizer there, in RAM, and in the order of the streams."""
+"""Updates on a GPU: the bits of torch's optimizer there, and in the order of the streams."""
 
 from __future__ import annotations
 
