@@ -148,13 +148,22 @@ static void gds_unregister_memory(void *state, int index)
     release_region(gds, &region);
 }
 
+/* Opened anew, because cuFile refuses a descriptor that was opened with O_NOFOLLOW, among others. By
+ * this name also a file that has lost its own is found. */
+static int reopen(int fd)
+{
+    char name[64];
+    snprintf(name, sizeof name, "/proc/self/fd/%d", fd);
+    return open(name, (fcntl(fd, F_GETFL) & (O_ACCMODE | O_DIRECT)) | O_CLOEXEC);
+}
+
 static int gds_register_file(void *state, int fd)
 {
     struct gds *gds = state;
     int index = 0;
     while (gds->files[index].fd >= 0)
         index++;
-    int own_fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+    int own_fd = reopen(fd);
     if (own_fd < 0)
         return -errno;
     pthread_mutex_lock(&gds->lock);

@@ -121,10 +121,10 @@ class ElementwiseOptimizer:
         Raises: SwapUsageError, before anything is changed, if the options need a state that is
         not among `states`.
         """
-        self.check(states.keys(), group, is_first=scalars is None)
+        proved = self._proved_for(group)
+        self._check(proved.states, states.keys(), is_first=scalars is None)
         return self._step_piece(
-            master, gradient, states, scalars, self._resolved(group),
-            self._proved_for(group).on_device,
+            master, gradient, states, scalars, self._resolved(group), proved.on_device
         )
 
     def check(
@@ -132,7 +132,11 @@ class ElementwiseOptimizer:
     ) -> None:
         """Raise SwapUsageError if the options need a state that is not among `states`, or in a
         first step don't need one that is."""
-        needed = self.states_of(group)
+        self._check(self.states_of(group), states, is_first=is_first)
+
+    def _check(
+        self, needed: Collection[str], states: Collection[str], *, is_first: bool
+    ) -> None:
         missing = [name for name in needed if name not in states]
         # Later on an unneeded state rests, as in torch; but first it would have no contents.
         unset = [name for name in states if name not in needed] if is_first else []

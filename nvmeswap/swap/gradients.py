@@ -49,8 +49,7 @@ class HostGradients:
             self._gradients[key] = flat
         if self._norm_type is not None and flat.numel():
             # While it is in the cache, or still on the GPU.
-            newest = flat if held is None else held
-            self._norms[key] = torch.linalg.vector_norm(newest, self._norm_type)
+            self._norms[key] = _norm(flat if held is None else held, self._norm_type)
 
     def __contains__(self, key: str) -> bool:
         return key in self._gradients
@@ -76,7 +75,7 @@ class HostGradients:
             norm = self._norms.get(key)
             if norm is None:
                 self._wait(key)
-                norm = torch.linalg.vector_norm(gradient, norm_type) if gradient.numel() else zero
+                norm = _norm(gradient, norm_type) if gradient.numel() else zero
             found.append(norm)
         return found
 
@@ -134,3 +133,9 @@ class HostGradients:
         event = self._arrived.pop(key, None)
         if event is not None:
             event.synchronize()
+
+
+def _norm(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """By the kernel that torch's clip_grad_norm_ takes: on a GPU others round otherwise."""
+    norm: torch.Tensor = torch._foreach_norm([gradient], norm_type)[0]
+    return norm

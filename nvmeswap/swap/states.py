@@ -232,9 +232,7 @@ class OptimizerStates:
                 field=missing[0],
                 fix="load what the same optimizer with the same options saved",
             )
-        if item.master is MasterForm.IN_PLACE:
-            dense.pop(MASTER, None)
-        elif MASTER not in dense:
+        if MASTER not in dense and item.master is not MasterForm.IN_PLACE:
             values = self._home.initial_values(self._by_key[key])
             if values is not None:
                 dense[MASTER] = Source.of(values)

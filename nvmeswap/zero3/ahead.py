@@ -58,7 +58,6 @@ class DeviceAhead:
         if self._step_count != self._params.step_count:
             self._step_count = self._params.step_count
             self._clear()  # the last step's plan was wrong about these
-        queued = None if self._stream is None else torch.cuda.current_stream().record_event()
         for key in self._params.next_uses():
             if key in self._copies:
                 continue
@@ -66,7 +65,7 @@ class DeviceAhead:
             if self._nbytes + spec.nbytes > self._budget_nbytes:
                 return
             values = torch.empty(spec.numel, dtype=spec.dtype, device=self._device)
-            with self._copying(queued):
+            with self._copying():
                 version = self._params.copy_ahead(key, values)
                 if version is None:
                     return
@@ -88,11 +87,11 @@ class DeviceAhead:
         return copy
 
     @contextlib.contextmanager
-    def _copying(self, queued: torch.cuda.Event | None) -> Iterator[None]:
+    def _copying(self) -> Iterator[None]:
         if self._stream is None:
             yield
             return
+        # After the allocation: with deterministic algorithms torch fills what it allocates.
+        self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            if queued is not None:
-                self._stream.wait_event(queued)
             yield

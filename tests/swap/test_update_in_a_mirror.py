@@ -152,6 +152,18 @@ def test_state_file_goes_from_one_place_to_the_other(make: Make, tmp_path: Path)
         assert all(map(torch.equal, final, finals[0]))
 
 
+def test_exact_values_of_a_state_are_those_of_a_parameter_that_is_its_own_master(
+    make: Make,
+) -> None:
+    """A state made where it was not has them; the parameter may be anything yet."""
+    params, others = parameters_of([(5000,)], [FP16]), parameters_of([(5000,)], [FP32], seed=1)
+    optimizer, other = make(params), make(others, update_device=MIRROR)
+    set_gradients(params, 0)
+    optimizer.step()
+    other.load_state_dict(optimizer.state_dict())
+    assert torch.equal(others[0], optimizer.read_state(params[0]))
+
+
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
 def test_values_that_others_write_count(make: Make, dtype: torch.dtype) -> None:
     """By copy_, by write_state, and before the first step."""

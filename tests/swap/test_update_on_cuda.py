@@ -1,4 +1,8 @@
+<<<<<<< HEAD
 """Updates on a GPU: the bits of torch's optimizer there, in RAM, in the order of streams."""
+=======
+"""Updates on a GPU: the bits of torch's optimizer there, and in the order of the streams."""
+>>>>>>> dab802e957378470a36efd5fea761e3891aaadad
 
 from __future__ import annotations
 

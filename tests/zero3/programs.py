@@ -219,4 +219,5 @@ def _train(program: Program, model: nn.Module, optimizer: Any) -> Run:
 
 
 def _whole(value: torch.Tensor) -> torch.Tensor:
-    return (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+    whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return whole.to("cpu", copy=True)
