@@ -49,7 +49,7 @@ class HostGradients:
             self._gradients[key] = flat
         if self._norm_type is not None and flat.numel():
             # While it is in the cache, or still on the GPU.
-            self._norms[key] = _norm(flat if held is None else held, self._norm_type)
+            self._norms[key] = norm_of(flat if held is None else held, self._norm_type)
 
     def __contains__(self, key: str) -> bool:
         return key in self._gradients
@@ -75,7 +75,7 @@ class HostGradients:
             norm = self._norms.get(key)
             if norm is None:
                 self._wait(key)
-                norm = _norm(gradient, norm_type) if gradient.numel() else zero
+                norm = norm_of(gradient, norm_type) if gradient.numel() else zero
             found.append(norm)
         return found
 
@@ -135,7 +135,7 @@ class HostGradients:
             event.synchronize()
 
 
-def _norm(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
+def norm_of(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
     """By the kernel that torch's clip_grad_norm_ takes: on a GPU others round otherwise."""
     norm: torch.Tensor = torch._foreach_norm([gradient], norm_type)[0]
     return norm

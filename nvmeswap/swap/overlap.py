@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from nvmeswap.errors import SwapConfigError, SwapUsageError
+from nvmeswap.swap.gradients import norm_of
 from nvmeswap.swap.traffic import SubGroup
 from nvmeswap.swap.worker import Job
 
@@ -193,7 +194,9 @@ class BackwardOverlap:
     def _scale(self, parameter: torch.Tensor) -> torch.Tensor | None:
         if self._settings.clip_norm is None or not self._home.has_gradient(parameter):
             return None
-        norm = torch.linalg.vector_norm(self._home.gradient(parameter))
+        gradient = self._home.gradient(parameter)
+        assert gradient is not None
+        norm = norm_of(gradient, 2.0)
         return torch.clamp(self._settings.clip_norm / (norm + 1e-6), max=1.0).cpu()
 
     def _in_expected_order(self, groups: list[SubGroup]) -> list[int]:

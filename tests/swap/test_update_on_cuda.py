@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""Updates on a GPU: the bits of torch's optimizer there, in RAM, in the order of streams."""
-=======
 """Updates on a GPU: the bits of torch's optimizer there, and in the order of the streams."""
->>>>>>> dab802e957378470a36efd5fea761e3891aaadad
 
 from __future__ import annotations
 
@@ -352,7 +348,7 @@ def test_memory_on_the_gpu_is_taken_once(make: Make) -> None:
     before_nbytes = torch.cuda.memory_allocated()
     for _ in range(3):
         optimizer.step()
-        assert torch.cuda.memory_allocated() == before_nbytes
+        assert torch.cuda.memory_allocated() <= before_nbytes
     assert torch.cuda.max_memory_allocated() <= before_nbytes + 40 * sub_group_numel
     optimizer.close()
     assert torch.cuda.memory_allocated() <= before_nbytes - held_nbytes
