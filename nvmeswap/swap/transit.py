@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from nvmeswap.errors import SwapUsageError
 from nvmeswap.io.alignment import padded_nbytes
 from nvmeswap.io.engine import Direction
 from nvmeswap.store.manifest import TensorSpec
@@ -35,6 +36,11 @@ class Transit:
         """Its dense elements, flat; on the device, queued on the current stream."""
         if self._bytes is None:
             dense = self.tensor.detach()
+            if not dense.data_ptr():
+                raise SwapUsageError(
+                    f"{self.key} has no memory: its storage was freed, or it is fake",
+                    fix="give it memory before it is moved",
+                )
             if not _is_stored_like(dense, self.spec):
                 self._is_copy = True
                 dense = torch.empty_strided(
