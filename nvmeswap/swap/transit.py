@@ -31,16 +31,16 @@ class Transit:
 
     def __post_init__(self) -> None:
         self.nbytes = self.spec.nbytes
+        if self.nbytes and not self.tensor.data_ptr():
+            raise SwapUsageError(
+                f"{self.key} has no memory: its storage was freed, or it is fake",
+                fix="give it memory before it is moved",
+            )
 
     def bytes_of(self, direction: Direction) -> torch.Tensor:
         """Its dense elements, flat; on the device, queued on the current stream."""
         if self._bytes is None:
             dense = self.tensor.detach()
-            if not dense.data_ptr():
-                raise SwapUsageError(
-                    f"{self.key} has no memory: its storage was freed, or it is fake",
-                    fix="give it memory before it is moved",
-                )
             if not _is_stored_like(dense, self.spec):
                 self._is_copy = True
                 dense = torch.empty_strided(

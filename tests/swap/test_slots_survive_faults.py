@@ -238,7 +238,7 @@ def test_every_byte_has_one_place_in_one_slot(
     sizes: list[int], is_split: bool, alignment_nbytes: int
 ) -> None:
     transits = [
-        Transit(str(n), str(n), TensorSpec(torch.uint8, (size,), (1,)), torch.empty(0))
+        Transit(str(n), str(n), TensorSpec(torch.uint8, (size,), (1,)), torch.empty(1))
         for n, size in enumerate(sizes)
     ]
     moved: dict[str, list[Piece]] = {str(n): [] for n in range(len(sizes))}

@@ -147,6 +147,7 @@ def _add_tensors(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nbytes", type=size, default="64K", help="of each")
     parser.add_argument("--order", choices=["random", "stored"], default="random",
                         help="in which they are asked for")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where they are")
 
 
 def _add_optimizer(parser: argparse.ArgumentParser) -> None:
