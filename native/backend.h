@@ -1,6 +1,7 @@
 #ifndef NVS_BACKEND_H
 #define NVS_BACKEND_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <sys/uio.h>
@@ -14,7 +15,7 @@
  *
  * All hooks are called by one thread, the engine's I/O thread. */
 
-#define BACKEND_ABI 3
+#define BACKEND_ABI 4
 
 /* Most pieces of memory and files that are registered at a time. */
 enum { MEMORY_PIECE_LIMIT = 1024, FILE_TABLE_LIMIT = 64 };
@@ -50,6 +51,15 @@ struct backend_options {
     size_t reason_nbytes;
 };
 
+enum { DEVICE_REFUSAL_NBYTES = 256 };
+
+/* How a backend has moved memory of a device (a GPU), so far. */
+struct device_report {
+    uint64_t gpudirect_nbytes;
+    uint64_t bounced_nbytes; /* through host memory */
+    const char *refusal;     /* why not the former, not any more; the backend's, to its close */
+};
+
 struct backend {
     uint32_t abi; /* BACKEND_ABI */
     const char *name;
@@ -63,6 +73,10 @@ struct backend {
     void (*unregister_memory)(void *state, int index);
     int (*register_file)(void *state, int fd);
     void (*unregister_file)(void *state, int index);
+    /* With it, what is registered is memory of a device: the core never touches it, and a transfer
+     * that it would have to copy is refused. */
+    bool memory_is_of_device;
+    void (*report)(void *state, struct device_report *report); /* by any thread */
     /* Only backend_fault.c; may be called by any thread. */
     int (*inject)(void *state, const char *fault_script);
 };

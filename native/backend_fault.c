@@ -359,6 +359,13 @@ static void fault_unregister_file(void *state, int index)
     fault->inner->unregister_file(fault->inner_state, index);
 }
 
+static void fault_report(void *state, struct device_report *report)
+{
+    struct fault *fault = state;
+    if (fault->inner->report)
+        fault->inner->report(fault->inner_state, report);
+}
+
 static const struct backend fault_backend = {
     .abi = BACKEND_ABI,
     .name = "fault",
@@ -370,6 +377,7 @@ static const struct backend fault_backend = {
     .unregister_memory = fault_unregister_memory,
     .register_file = fault_register_file,
     .unregister_file = fault_unregister_file,
+    .report = fault_report,
     .inject = fault_inject,
 };
 

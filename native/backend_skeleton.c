@@ -74,7 +74,10 @@ static void skeleton_close(void *state)
  * index with which ops will name it, at least 0; or a negated errno, after which it is moved
  * unregistered. -ENOMEM: a smaller piece may do. Files are at most 64, their indices below 64.
  * unregister_memory, unregister_file: required with the former. Nothing in flight uses it. What is
- * still registered at close goes with it. */
+ * still registered at close goes with it.
+ *
+ * memory_is_of_device: register_memory takes memory of a GPU and refuses any other. Then one op may
+ * have vectors in both, and memory_index is -1. report: optional. */
 static const struct backend skeleton_backend = {
     .abi = BACKEND_ABI,
     .name = "skeleton",

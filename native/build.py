@@ -49,7 +49,7 @@ def make_builder() -> FFI:
         # setuptools wants these relative to setup.py.
         sources=[str(path.relative_to(ROOT)) for path in SOURCES],
         include_dirs=["native"],
-        libraries=["aio", "uring", "pthread"],
+        libraries=["aio", "uring", "pthread", "dl"],
         extra_compile_args=["-std=c11", "-O2", "-Wall", "-Wextra", "-Wno-unused-parameter",
                             "-fvisibility=hidden", "-UNDEBUG"],
         py_limited_api=True,

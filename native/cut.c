@@ -44,11 +44,17 @@ static void add_in_place(struct block *block, struct piece *piece, char *memory,
     block->length_nbytes += nbytes;
 }
 
-/* What O_DIRECT would refuse, padded up to the alignment. False when memory is short. */
+static bool is_of_device(nvs_engine *engine, const char *memory)
+{
+    return engine->memory_is_of_device && memory_table_find(&engine->memory_table, memory, 1) >= 0;
+}
+
+/* What O_DIRECT would refuse, padded up to the alignment. False when memory is short, or a device's:
+ * bytes there can't be copied here. */
 static bool add_bounced(nvs_engine *engine, struct block *block, struct piece *piece, char *memory,
                         uint32_t nbytes)
 {
-    if (!has_memory(engine, block, true))
+    if (is_of_device(engine, memory) || !has_memory(engine, block, true))
         return false;
     const nvs_request *request = block->request;
     bool is_read = request->direction == NVS_READ;
@@ -69,7 +75,7 @@ static bool add_bounced(nvs_engine *engine, struct block *block, struct piece *p
 }
 
 /* Bytes of the piece that is next, from where it is cut, at most room_nbytes. Returns how many, 0
- * when memory is short. */
+ * when it can't be served. */
 static uint32_t add_spans(nvs_engine *engine, struct block *block, struct piece *piece,
                           uint64_t room_nbytes)
 {
@@ -224,7 +230,8 @@ bool cut_block(nvs_engine *engine, struct lane *lane, uint64_t most_nbytes)
     if (has_memory(engine, block, false))
         fill_block(engine, block, most_nbytes);
     if (block->span_count == 0) {
-        note_failure(request, piece, -ENOMEM, 0, block->offset_bytes);
+        int status = is_of_device(engine, piece->memory + request->cut_nbytes) ? -EINVAL : -ENOMEM;
+        note_failure(request, piece, status, 0, block->offset_bytes);
         drop_rest(engine, request, piece);
         settle_request(engine, request);
         return false;

@@ -151,6 +151,7 @@ static int choose_backend(nvs_engine *engine, const nvs_options *options, char *
         .reason = reason,
         .reason_nbytes = reason_nbytes,
     };
+    engine->memory_is_of_device = engine->backend && engine->backend->memory_is_of_device;
     if (engine->backend && (is_fault || options->fault_script)) {
         engine->backend_options.inner = engine->backend;
         engine->backend = backend_choose("fault", reason, reason_nbytes);

@@ -134,6 +134,7 @@ struct nvs_engine {
     const struct backend *backend;
     struct backend_options backend_options;
     void *backend_state;
+    bool memory_is_of_device; /* what is registered */
     uint64_t block_nbytes;
     uint64_t background_nbytes; /* most in flight of prefetch and writeback while demand is recent */
     pthread_t thread;

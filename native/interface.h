@@ -29,12 +29,12 @@ typedef struct nvs_file nvs_file;
 typedef struct nvs_request nvs_request;
 
 typedef struct {
-    const char *backend;      /* "uring", "aio", "posix", "skeleton", or "fault" (over aio) */
+    const char *backend;      /* "uring", "aio", "posix", "gds", "skeleton", or "fault" (over aio) */
     const char *fault_script; /* NULL, or the faults to inject over `backend`: see fault_script.h */
     uint64_t block_nbytes;    /* largest single transfer: a multiple of 4096, below 2 GiB */
     uint64_t background_nbytes; /* most in flight of prefetch and writeback while demand is recent */
     uint32_t queue_depth;     /* most blocks in the kernel at once */
-    uint32_t thread_count;    /* threads of the posix backend */
+    uint32_t thread_count;    /* threads of the backends posix and gds */
 } nvs_options;
 
 /* Most members of a file, and most stripes in a row of it. */
@@ -81,6 +81,8 @@ typedef struct {
     uint64_t in_flight_count;
     uint64_t registered_nbytes;
     uint64_t queue_depth; /* what the kernel granted */
+    uint64_t gpudirect_nbytes; /* between files and device memory by cuFile */
+    uint64_t device_bounced_nbytes; /* the same through page-locked memory */
 } nvs_stats;
 
 /* Requests are counted by how long they took, from submit to end: eight buckets for each power of
@@ -106,7 +108,7 @@ int nvs_engine_submit(nvs_engine *engine, nvs_file *file, int32_t direction, int
 /* Drops what has not gone to the drive; the request is finished once the rest has landed. */
 int nvs_engine_cancel(nvs_engine *engine, nvs_request *request);
 
-/* Pins memory for cheaper transfers, in pieces as large as memlock lets through. Returns how many
+/* Pins memory for cheaper transfers (backend gds: makes device memory known, and no other), in pieces as large as memlock lets through. Returns how many
  * bytes from the start were registered: fewer than asked, or none, is no failure; the rest is moved
  * as any memory. It must stay mapped until it is unregistered or the engine is closed. Blocks while
  * the kernel pins: some ms a GiB. */
@@ -116,6 +118,9 @@ int64_t nvs_engine_register_memory(nvs_engine *engine, void *memory, uint64_t nb
 int nvs_engine_unregister_memory(nvs_engine *engine, void *memory, uint64_t nbytes);
 
 int nvs_engine_stats(nvs_engine *engine, nvs_stats *stats);
+
+/* 1 with the reason in one line if cuFile was refused and is not used any more, else 0. */
+int nvs_engine_gds_refusal(nvs_engine *engine, char *reason, size_t reason_nbytes);
 
 /* Fills NVS_LATENCY_BUCKET_COUNT counts. */
 int nvs_engine_latency(nvs_engine *engine, int32_t lane, uint64_t *counts);

@@ -1,6 +1,7 @@
 /* What the engine counts, as callers read it. */
 #include "engine.h"
 
+#include <stdio.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -22,14 +23,36 @@ int nvs_engine_latency(nvs_engine *engine, int32_t lane, uint64_t *counts)
     return 0;
 }
 
+static struct device_report report_of(const nvs_engine *engine)
+{
+    struct device_report report = {0};
+    if (engine->backend->report)
+        engine->backend->report(engine->backend_state, &report);
+    return report;
+}
+
 int nvs_engine_stats(nvs_engine *engine, nvs_stats *stats)
 {
     if (engine->pid != getpid())
         return NVS_ERROR_FORKED;
-    uint64_t values[COUNTER_COUNT];
+    struct device_report report = report_of(engine);
+    uint64_t values[COUNTER_COUNT + 2];
     for (int i = 0; i < COUNTER_COUNT; i++)
         values[i] = atomic_load_explicit(&engine->counters[i], memory_order_relaxed);
+    values[COUNTER_COUNT] = report.gpudirect_nbytes;
+    values[COUNTER_COUNT + 1] = report.bounced_nbytes;
     _Static_assert(sizeof values == sizeof *stats, "a counter for every field, in the same order");
     memcpy(stats, values, sizeof *stats);
     return 0;
+}
+
+int nvs_engine_gds_refusal(nvs_engine *engine, char *reason, size_t reason_nbytes)
+{
+    if (engine->pid != getpid())
+        return NVS_ERROR_FORKED;
+    struct device_report report = report_of(engine);
+    if (!report.refusal)
+        return 0;
+    snprintf(reason, reason_nbytes, "%s", report.refusal);
+    return 1;
 }

@@ -23,7 +23,9 @@ class LaneLatency:
 class EngineStats:
     """One engine since it was opened. Byte counts are bytes moved by the kernel, padding
     included; `request_count` is calls, however many pieces each had; `registered_nbytes` is memory
-    pinned for it now; `queue_depth` is what the kernel granted; `lanes` is by lane name."""
+    pinned for it now; `queue_depth` is what the kernel granted. Between files and memory of a GPU
+    `gpudirect_nbytes` were moved by cuFile, `device_bounced_nbytes` through the engine's own host
+    memory. `lanes` is by lane name."""
 
     read_direct_nbytes: int
     read_buffered_nbytes: int
@@ -37,6 +39,8 @@ class EngineStats:
     in_flight_count: int
     registered_nbytes: int
     queue_depth: int
+    gpudirect_nbytes: int
+    device_bounced_nbytes: int
     lanes: Mapping[str, LaneLatency]
 
 

@@ -121,7 +121,6 @@ def test_offload_param_below_stage_3_is_refused(tmp_path: Path, stage: int) -> N
         ({"gradient_clipping": 1.0, "zero_optimization": {"stage": 3}}, "gradient_clipping"),
         ({"gradient_clipping": -1.0}, "gradient_clipping"),
         ({"scheduler": {"type": "WarmupLR"}}, "scheduler"),
-        ({"aio": {"use_gds": True}}, "aio.use_gds"),
         ({"aio": {"block_size": 1000}}, "aio.block_size"),
         ({"aio": "fast"}, "aio"),
         ({"nvmeswap": {"backend": "spdk"}}, "nvmeswap.backend"),

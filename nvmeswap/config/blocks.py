@@ -167,7 +167,6 @@ class AioConfig(Block):
     """`aio`: how the engine moves bytes."""
 
     ignored: ClassVar[Mapping[str, str]] = keys.AIO_IGNORED
-    refused: ClassVar[Mapping[str, str]] = keys.AIO_REFUSED
     block_size: int = Field(
         default=1 << 20,
         ge=4096,
@@ -193,7 +192,14 @@ class AioConfig(Block):
         le=64,
         description=(
             "Threads of the posix backend, at most one a core; the others use one whatever this "
-            "says."
+            "says, and use_gds at least 8."
+        ),
+    )
+    use_gds: bool = Field(
+        default=False,
+        description=(
+            "Move memory of a GPU by cuFile (GPUDirect Storage), and that of the host by threads. "
+            "Where cuFile does not work a warning says why, and nothing is different."
         ),
     )
 

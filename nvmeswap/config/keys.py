@@ -93,7 +93,6 @@ ZERO_REFUSED: Mapping[str, str] = {
     "zero_quantized_gradients": "quantised communication is not served",
     "zeropp_loco_param": "quantised communication is not served",
 }
-AIO_REFUSED: Mapping[str, str] = {"use_gds": "GPUDirect Storage is not built yet"}
 PRECISION_REFUSED: Mapping[str, str] = {
     "bf16_master_weights_and_grads": "masters are always fp32; leave the key out",
     "bf16_optimizer_states": "optimizer state is always fp32; leave the key out",

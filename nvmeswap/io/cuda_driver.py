@@ -13,27 +13,27 @@ import weakref
 from collections.abc import Iterator
 
 from nvmeswap.errors import SwapUsageError
+from nvmeswap.io.alignment import padded_nbytes
+from nvmeswap.io.transfer import DEVICE_ALIGNMENT_NBYTES
 
 _LIBRARY = "libcuda.so.1"
-_SUCCESS = 0
 
 
 @functools.cache
 def _driver() -> ctypes.CDLL:
-    """Raises SwapUsageError when there is no driver, or it finds no device."""
     try:
         library = ctypes.CDLL(_LIBRARY)
     except OSError as error:
         raise SwapUsageError("there is no CUDA driver here", cause=str(error),
                              fix="install NVIDIA's driver; in a container, start it with --gpus") \
             from error
-    _check(library.cuInit(ctypes.c_uint(0)), "cuInit")
+    _check(library.cuInit(ctypes.c_uint(0)), "to start")
     return library
 
 
-def _check(code: int, call: str) -> None:
-    if code != _SUCCESS:
-        raise SwapUsageError(f"the CUDA driver refused {call}", cause=f"CUresult {code}",
+def _check(code: int, what: str) -> None:
+    if code != 0:
+        raise SwapUsageError(f"the CUDA driver refuses {what}", cause=f"CUresult {code}",
                              fix="see `nvidia-smi` for the GPU's state and its free memory")
 
 
@@ -47,15 +47,23 @@ class DeviceMemory:
 
     def __init__(self, nbytes: int, device: int) -> None:
         driver = _driver()
+        handle, context, address = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_uint64()
+        _check(driver.cuDeviceGet(ctypes.byref(handle), ctypes.c_int(device)), f"device {device}")
+        # The one that torch uses, too.
+        _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle), f"device {device}")
+        # The driver itself promises 256 bytes.
+        taken_nbytes = ctypes.c_size_t(nbytes + DEVICE_ALIGNMENT_NBYTES)
+        try:
+            with _current(context):
+                code = driver.cuMemAlloc_v2(ctypes.byref(address), taken_nbytes)
+            _check(code, f"{nbytes:_} bytes of device {device}")
+        except BaseException:
+            driver.cuDevicePrimaryCtxRelease_v2(handle)
+            raise
         self.nbytes = nbytes
-        self.device = device
-        address = ctypes.c_uint64()
-        with _context_of(device):
-            _check(driver.cuMemAlloc_v2(ctypes.byref(address),
-                                        ctypes.c_size_t(nbytes + _ALIGNMENT_NBYTES)),
-                   f"{nbytes:_} bytes of device memory")
-        self.address = (address.value + _ALIGNMENT_NBYTES - 1) & -_ALIGNMENT_NBYTES
-        finalizer = weakref.finalize(self, _free, address.value, device, os.getpid())
+        self.address = padded_nbytes(address.value, DEVICE_ALIGNMENT_NBYTES)
+        self._context = context
+        finalizer = weakref.finalize(self, _give_back, address, context, handle, os.getpid())
         finalizer.atexit = False  # tensors may outlive it there; the driver frees what is left
 
     @property
@@ -66,43 +74,36 @@ class DeviceMemory:
     def fill(self, content: bytes) -> None:
         """Copy `nbytes` bytes in. Blocks."""
         assert len(content) == self.nbytes
-        with _context_of(self.device):
-            _check(_driver().cuMemcpyHtoD_v2(ctypes.c_uint64(self.address), content,
-                                             ctypes.c_size_t(self.nbytes)), "a copy to the device")
+        with _current(self._context):
+            code = _driver().cuMemcpyHtoD_v2(ctypes.c_uint64(self.address), content,
+                                             ctypes.c_size_t(self.nbytes))
+        _check(code, "a copy to the device")
 
     def content(self) -> bytes:
         """A copy of all bytes. Blocks."""
         copy = ctypes.create_string_buffer(self.nbytes)
-        with _context_of(self.device):
+        with _current(self._context):
             code = _driver().cuMemcpyDtoH_v2(copy, ctypes.c_uint64(self.address),
                                              ctypes.c_size_t(self.nbytes))
-            _check(code, "a copy from the device")
+        _check(code, "a copy from the device")
         return copy.raw
 
 
-# Of transfers; the driver promises 256 bytes.
-_ALIGNMENT_NBYTES = 4096
-
-
 @contextlib.contextmanager
-def _context_of(device: int) -> Iterator[None]:
-    """With the GPU's primary context, which is torch's too, as the thread's current one."""
-    driver = _driver()
-    handle, context = ctypes.c_int(), ctypes.c_void_p()
-    _check(driver.cuDeviceGet(ctypes.byref(handle), ctypes.c_int(device)), f"device {device}")
-    _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle), f"device {device}")
+def _current(context: ctypes.c_void_p) -> Iterator[None]:
+    """With the context as the thread's current one."""
+    _check(_driver().cuCtxPushCurrent_v2(context), "its own context")
     try:
-        _check(driver.cuCtxPushCurrent_v2(context), "its own context")
-        try:
-            yield
-        finally:
-            driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+        yield
     finally:
-        driver.cuDevicePrimaryCtxRelease_v2(handle)
+        _driver().cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
 
-def _free(address: int, device: int, owner_pid: int) -> None:
+def _give_back(
+    address: ctypes.c_uint64, context: ctypes.c_void_p, handle: ctypes.c_int, owner_pid: int
+) -> None:
     if os.getpid() != owner_pid:
         return
-    with contextlib.suppress(SwapUsageError), _context_of(device):
-        _driver().cuMemFree_v2(ctypes.c_uint64(address))
+    with contextlib.suppress(SwapUsageError), _current(context):
+        _driver().cuMemFree_v2(address)
+    _driver().cuDevicePrimaryCtxRelease_v2(handle)

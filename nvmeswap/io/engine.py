@@ -19,7 +19,7 @@ from nvmeswap.errors import SwapError, SwapTimeoutError, SwapUsageError
 from nvmeswap.io import native
 from nvmeswap.io.file import STRIPE_NBYTES, DirectMode, File, Member, open_file
 from nvmeswap.io.request import Request
-from nvmeswap.io.transfer import Direction, Lane, pieces_of
+from nvmeswap.io.transfer import DeviceRanges, Direction, Lane, pieces_of
 from nvmeswap.stats import EngineStats, LaneLatency
 
 if TYPE_CHECKING:
@@ -48,13 +48,13 @@ class Engine:
             engine.read(file, 0, other).wait()
 
     Args:
-        backend: "uring", "aio", "posix", "skeleton" (slow, for reference) or "fault" (aio under a
-            script).
+        backend: "uring", "aio", "posix", "gds" (posix, and device memory by cuFile), "skeleton"
+            (slow, for reference) or "fault" (aio under a script).
         block_nbytes: largest single transfer in bytes; a multiple of 4096, below 2 GiB.
         background_nbytes: most bytes in flight of prefetch and writeback together, from a demand
             until a second after it; otherwise they have the whole queue. None: 4 MiB.
         queue_depth: most blocks in flight.
-        thread_count: threads of the posix backend.
+        thread_count: threads of the backends posix and gds.
         fault_script: faults to inject over `backend`, for tests; see native/fault_script.h.
 
     Raises: SwapUsageError for a size out of range, SwapConfigError for a backend that is unknown or
@@ -64,6 +64,11 @@ class Engine:
     write of odd length into a direct file zeroes its extent up to the file's offset alignment,
     never more, and a read never writes beyond the buffer's last byte. Not a place to keep things
     under names: that is `store`.
+
+    Memory of a GPU is served by the backend gds only, once it is registered, in multiples of 4096
+    bytes at addresses that are multiples too. What cuFile refuses goes through host memory, with
+    the same bytes (`gds_refusal`). The engine knows nothing of streams: a write's bytes must be
+    there when it is started, and nothing under way on the GPU may use a read's memory.
     """
 
     def __init__(
@@ -103,6 +108,7 @@ class Engine:
         self._in_flight: dict[Request, None] = {}
         self._unclaimed: list[Sequence[torch.Tensor]] = []  # of submissions that Ctrl-C cut short
         self._registered: dict[int, torch.Tensor] = {}  # by address; held for the same reason
+        self._device_ranges = DeviceRanges()
         self._finalizer = self._when_forgotten(_DRAIN_AT_EXIT_S)
 
     def open(
@@ -190,6 +196,9 @@ class Engine:
         no failure: such memory is moved like any other. Call it once the memory is populated and
         before its first transfer. The engine holds the tensor until `unregister_memory` or `close`.
         Blocks for some milliseconds a GiB.
+
+        With the backend gds it makes a GPU's memory known, all of it, and none of the host's;
+        raises SwapUsageError with any other backend, or when CUDA does not know the memory.
         """
         self._require_own_process()
         with self._lock:
@@ -198,7 +207,16 @@ class Engine:
                 return 0
             if memory.data_ptr() in self._registered:
                 raise SwapUsageError("this memory is registered already")
+            if self.backend != "gds" and not memory.is_cpu:
+                raise SwapUsageError(f"the backend {self.backend!r} moves host memory only",
+                                     fix='open the engine with backend "gds"')
             nbytes = native.register_memory(self._handle, memory.data_ptr(), memory.nbytes)
+            if not memory.is_cpu and nbytes < memory.nbytes:
+                native.unregister_memory(self._handle, memory.data_ptr(), memory.nbytes)
+                raise SwapUsageError(f"memory of {memory.device} was not registered",
+                                     fix="pass a tensor of a CUDA device, such as a DeviceArena's")
+            if self.backend == "gds" and nbytes:
+                self._device_ranges.add(memory.data_ptr(), nbytes)
             self._registered[memory.data_ptr()] = memory
             return nbytes
 
@@ -208,6 +226,7 @@ class Engine:
         with self._lock:
             self._require_open()
             if self._registered.pop(memory.data_ptr(), None) is not None:
+                self._device_ranges.remove(memory.data_ptr())
                 native.unregister_memory(self._handle, memory.data_ptr(), memory.nbytes)
 
     def stats(self) -> EngineStats:
@@ -224,8 +243,12 @@ class Engine:
 
     @property
     def gds_refusal(self) -> str | None:
-        """With backend "gds": why cuFile is not used, or not any more; None while it is."""
-        return None
+        """With the backend gds: why cuFile is not used, or not any more, and device memory goes
+        through the host's; None while nothing has been refused."""
+        self._require_own_process()
+        with self._lock:
+            self._require_open()
+            return native.gds_refusal(self._handle)
 
     def inject(self, fault_script: str) -> None:
         """For tests: replace the script of an engine opened with `fault_script` or as "fault".
@@ -296,12 +319,13 @@ class Engine:
         lane: Lane,
     ) -> Request:
         self._require_own_process()
-        pieces = pieces_of(file, offsets_bytes, buffers)
+        pieces = pieces_of(file, offsets_bytes, buffers, self._device_ranges)
+        on_device = bool(self._device_ranges) and not all(each.is_cpu for each in buffers)
         with self._lock:
             self._require_open()
             try:
                 handle = native.submit(self._handle, file.handle, direction, lane, pieces)
-                request = Request(handle, self, file, direction, pieces, buffers)
+                request = Request(handle, self, file, direction, pieces, buffers, on_device)
                 self._in_flight[request] = None
             except BaseException as error:
                 if not isinstance(error, SwapError):  # Ctrl-C: perhaps it is under way already

@@ -174,6 +174,15 @@ def engine_counters(handle: EngineHandle) -> dict[str, int]:
     return {name: getattr(stats, name) for name in dir(stats)}
 
 
+def gds_refusal(handle: EngineHandle) -> str | None:
+    """Why cuFile is not used any more; None while it is, and without it."""
+    reason = ffi.new("char[]", _REASON_NBYTES)
+    code = lib.nvs_engine_gds_refusal(handle, reason, _REASON_NBYTES)
+    if not _check(code, "reading a refusal"):
+        return None
+    return ffi.string(reason).decode(errors="replace")
+
+
 def engine_latencies(handle: EngineHandle, lane: int) -> list[tuple[float, int]]:
     """(where the bucket begins, in seconds; how many requests) of each bucket that has any."""
     counts = ffi.new("uint64_t[]", _LATENCY_BUCKET_COUNT)

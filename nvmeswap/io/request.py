@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Request:
     """Pieces of one file under way, made by `Engine.read`, `read_many`, `write` and `write_many`.
 
-    `nbytes`: how much is moved in all.
+    `nbytes`: how much is moved in all. `on_device`: some of it is memory of a GPU.
 
     Ownership: buffers, file and engine stay alive until the request is over, even if this object
     and all other references to them are dropped. Until then the buffers of a read must not be used,
@@ -36,7 +36,9 @@ class Request:
         direction: Direction,
         pieces: native.Pieces,
         buffers: Sequence[torch.Tensor],
+        on_device: bool,
     ) -> None:
+        self.on_device = on_device
         self.nbytes = int(pieces[:, 2].sum())
         self._handle = handle
         self._file = file
@@ -81,7 +83,9 @@ class Request:
 
     def digests(self) -> list[int]:
         """The xxh3_64 of each buffer as it is now; at most 8 MiB each (see digest.py). The buffers
-        must be alive. Blocks for as long as it takes, without the GIL."""
+        must be alive, and all of them in host memory. Blocks for as long as it takes, without the
+        GIL."""
+        assert not self.on_device, "digest.digests copies such memory first"
         return native.digest_pieces(self._pieces)
 
     def cancel(self) -> None:

@@ -135,7 +135,7 @@ class StoreRequest:
 
     def _sums(self) -> list[int]:
         """Of the pieces as they are in memory now."""
-        if self.nbytes <= CHUNK_NBYTES and self.transfers:
+        if self.nbytes <= CHUNK_NBYTES and self.transfers and not self.transfers[0].on_device:
             return self.transfers[0].digests()
         return digests(self.pieces.memories)
 

@@ -118,6 +118,6 @@ class SumCheck:
 
 
 def bytes_of(memory: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous CPU tensor, as a flat view."""
-    assert memory.device.type == "cpu" and memory.is_contiguous()
+    """The bytes of a contiguous tensor, as a flat view."""
+    assert memory.is_contiguous()
     return memory.detach().view(-1).view(torch.uint8)

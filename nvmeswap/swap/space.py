@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from nvmeswap.config import AioConfig, SwapBlock
 from nvmeswap.errors import SwapPathError
 from nvmeswap.io.drives import probe_folders
 from nvmeswap.io.engine import BACKGROUND_NBYTES, DirectMode, Engine
+from nvmeswap.io.gds import probe_gds
 from nvmeswap.io.probe import FolderProbe
 from nvmeswap.memory.arena import Arena
 from nvmeswap.memory.budget import preflight
@@ -26,6 +28,8 @@ from nvmeswap.swap.sub_group import SEGMENT_GRAIN_NUMEL
 
 # Pieces of a bf16 shard begin at multiples of this in its file.
 _LARGEST_ALIGNMENT_NBYTES = SEGMENT_GRAIN_NUMEL * 2
+# Each moves one block at a time, so as many as it takes to keep a drive busy.
+_GDS_THREAD_COUNT = 8
 _run_numbers = itertools.count()
 
 
@@ -69,6 +73,9 @@ class Placement:
 class SwapSpace:
     """Opens what the swappers of one rank share.
 
+    `uses_gds`: the engine takes memory of a GPU, too: `use_gds` is set, and works in each folder
+    (if not, one RuntimeWarning says why).
+
     Args: `pools`, the slots asked for by name; over `swap.host_memory_nbytes` those that shrink do.
     Raises: SwapBudgetError before any allocation; SwapPathError, SwapOwnerError, SwapSpaceError.
     Blocking: construction probes the folder and populates memory. Threads: construct and close on
@@ -87,10 +94,10 @@ class SwapSpace:
     ) -> None:
         self.timeout_s = swap.timeout_s
         self.budget_nbytes = swap.host_memory_nbytes
-        self.uses_gds = False
         requests = fit(pools, swap.host_memory_nbytes, pin_memory=pin_memory)
         self.probe: FolderProbe | None = None
         self.engine: Engine | None = None
+        self.uses_gds = False
         self.store: Store | None = None
         self.arena: Arena | None = None
         self.pools: dict[str, Pool | None] = {}
@@ -114,12 +121,14 @@ class SwapSpace:
                 fix=f"use a drive with blocks of at most {_LARGEST_ALIGNMENT_NBYTES} bytes, or "
                 'set "nvmeswap": {"direct": "off"}',
             )
+        self.uses_gds = aio.use_gds and _gds_works(folders)
+        threads = aio.intra_op_parallelism
         self.engine = Engine(
-            backend=self.probe.backend,
+            backend="gds" if self.uses_gds else self.probe.backend,
             block_nbytes=aio.block_size,
             background_nbytes=BACKGROUND_NBYTES * len(folders),
             queue_depth=aio.queue_depth,
-            thread_count=aio.intra_op_parallelism,
+            thread_count=max(threads, _GDS_THREAD_COUNT) if self.uses_gds else threads,
         )
         self.store = Store(
             folders[0],
@@ -165,6 +174,16 @@ class SwapSpace:
                 engine.close(self.timeout_s)
             if arena is not None:
                 arena.close()
+
+
+def _gds_works(folders: Sequence[Path]) -> bool:
+    for folder in folders:
+        reason = probe_gds(folder).reason
+        if reason is not None:
+            warnings.warn(f'"use_gds" has no effect, since GPUDirect Storage does not work in '
+                          f"{folder}: {reason}", RuntimeWarning, stacklevel=5)
+            return False
+    return True
 
 
 def fit(

@@ -173,7 +173,7 @@ def test_folder_probe_tells_of_each_backend_whether_it_was_tried_and_works(tmp_p
 def test_backend_that_can_not_be_opened_is_one_error_with_cause_and_remedy() -> None:
     """A warning here, a traceback there, and no hint what to install.  field case J03"""
     with pytest.raises(SwapConfigError) as raised:
-        Engine(backend="gds")
+        Engine(backend="spdk")
     text = str(raised.value)
     for part in (raised.value.cause, raised.value.fix):
         assert part and part in text

@@ -11,6 +11,7 @@ from nvmeswap.cli.bench.device import device_of
 from nvmeswap.cli.doctor.finding import Finding, fail, ok, warn
 from nvmeswap.errors import SwapError
 from nvmeswap.io.filesystem import filesystem_note
+from nvmeswap.io.gds import probe_gds
 from nvmeswap.io.probe import FolderProbe, probe_folder
 from nvmeswap.store.owner import look_at_owners
 
@@ -33,6 +34,7 @@ def check(folder: Path) -> Iterator[Finding]:
     yield _filesystem(folder, probe)
     yield _direct(probe)
     yield _backend(probe)
+    yield _gds(folder)
     yield _space(folder)
     yield from _owners(folder)
 
@@ -71,6 +73,13 @@ def _backend(probe: FolderProbe) -> Finding:
             'container a seccomp profile with io_uring_setup; or set "nvmeswap": '
             f'{{"backend": "{probe.backend}"}} to say that this is meant', **facts)
     return ok("backend", f"{probe.backend}{why}", **facts)
+
+
+def _gds(folder: Path) -> Finding:
+    probe = probe_gds(folder)
+    facts = {"mode": probe.mode, "reason": probe.reason}
+    return ok("gpudirect storage", probe.reason or f'"use_gds" works in mode "{probe.mode}"',
+              **facts)
 
 
 def _space(folder: Path) -> Finding:

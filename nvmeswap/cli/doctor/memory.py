@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes.util
-import os
 import resource
 import warnings
 from collections.abc import Iterator
@@ -26,7 +24,6 @@ def check(need_nbytes: int) -> Iterator[Finding]:
     gpu = _gpu()
     yield gpu
     yield _memlock(need_nbytes, by_cuda=gpu.facts.get("pinned") is True)
-    yield _gds()
 
 
 def _available(need_nbytes: int) -> Finding:
@@ -73,12 +70,3 @@ def _gpu() -> Finding:
         return ok("gpu", f"{', '.join(names)}; host memory can be registered with it", **facts)
     return warn("gpu", f"{', '.join(names)}; it refuses to register host memory, so copies wait",
                 "update the driver (WSL2 has this limit), or set \"pin_memory\": false", **facts)
-
-
-def _gds() -> Finding:
-    library = ctypes.util.find_library("cufile")
-    by_torch = hasattr(torch.cuda, "gds") and torch.cuda.is_available()
-    driver = os.path.exists("/proc/driver/nvidia-fs")
-    what = (f"libcufile {library or 'not found'}, nvidia-fs "
-            f"{'loaded' if driver else 'not loaded'}; not used: bytes go through host memory")
-    return ok("gpudirect storage", what, libcufile=library, nvidia_fs=driver, torch_gds=by_torch)

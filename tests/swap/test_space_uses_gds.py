@@ -1,0 +1,61 @@
+"""`use_gds` is served where it works, and costs one warning where it does not."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from nvmeswap.config import AioConfig, SwapBlock
+from nvmeswap.swap.tensors import TensorSwapper
+from tests.io.fake_gds.programs import Programs, programs_over_fakes
+
+SWAP = """
+import warnings
+from nvmeswap.config import AioConfig, SwapBlock
+from nvmeswap.swap.space import Placement, SwapSpace
+access = os.access
+os.access = lambda path, mode: True if path == "/run/udev" else access(path, mode)
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    space = SwapSpace(Placement((folder,), "run"), {}, swap=SwapBlock(),
+                      aio=AioConfig(use_gds=True), pin_memory=False)
+told = [each for each in told if "use_gds" in str(each.message)]
+assert [each.category for each in told] == [RuntimeWarning] * len(told)
+print(space.uses_gds, space.engine.backend == "gds", len(told), *(each.message for each in told))
+space.close()
+"""
+
+
+@pytest.fixture(scope="module")
+def fakes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
+    with programs_over_fakes(tmp_path_factory.mktemp("fakes")) as programs:
+        yield programs
+
+
+def test_space_takes_the_backend_where_cufile_works(fakes: Programs, tmp_path: Path) -> None:
+    assert fakes.run(SWAP, tmp_path).split() == ["True", "True", "0"]
+
+
+def test_space_takes_the_usual_backend_where_cufile_refuses(
+    fakes: Programs, tmp_path: Path
+) -> None:
+    """Else every save fails, each with its own error.  field case G02"""
+    told = fakes.run(SWAP, tmp_path, cufile="handle=5030").split(maxsplit=3)
+    assert told[:3] == ["False", "False", "1"] and "5030" in told[3]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it may work here")
+def test_run_without_cufile_goes_on_with_one_warning(tmp_path: Path) -> None:
+    """field cases G02, G04"""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        swapper = TensorSwapper(tmp_path, aio=AioConfig(use_gds=True), swap=SwapBlock())
+    assert [each.category for each in told if "use_gds" in str(each.message)] == [RuntimeWarning]
+    with swapper:
+        tensor = torch.randn(100_001)
+        swapper.swap_out("a", tensor)
+        assert torch.equal(swapper.swap_in("a"), tensor)
