@@ -247,7 +247,7 @@ def test_every_byte_has_one_place_in_one_slot(
         for piece in pieces:
             assert piece.place >= end and piece.place % alignment_nbytes == 0
             end = piece.place + piece.nbytes
-            assert is_aligned == (is_split and piece.nbytes % 4096 == 0)
+            assert is_aligned == (is_split and piece.nbytes % alignment_nbytes == 0)
             moved[piece.transit.key].append(piece)
         assert pieces and end <= SLOT_NBYTES
         assert len(pieces) == 1 or all(each.nbytes == each.transit.nbytes for each in pieces)

@@ -49,7 +49,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     )
     swap = SwapBlock(backend=probe.backend, direct=options.direct)
     aio = AioConfig(block_size=options.block, queue_depth=options.depth,
-                    intra_op_parallelism=options.threads)
+                    intra_op_parallelism=options.threads, use_gds=options.gds)
     nbytes = options.count * options.nbytes
     keys = [str(number) for number in range(options.count)]
     writes, reads = [], []
