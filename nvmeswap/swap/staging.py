@@ -182,11 +182,23 @@ class Staging:
         for slots in self._slots.values():
             slots.pool.release_orphans(self._lent)
         for load in list(self._lent.values()):
-            requests = self._store.in_flight(load.names)
-            if all(each.done() for each in requests):
-                for each in requests:
-                    each.settle()
-                self._release(load)
+            if all(each.done() for each in self._requests(load)):
+                self._settle(load)
+
+    def _requests(self, load: _Load) -> list[StoreRequest]:
+        """What may still use its slot."""
+        if load.moving is None:  # Ctrl-C: perhaps the engine has it, and the store was not told
+            self._wait_until(self._is_idle, "what Ctrl-C left behind")
+        return self._store.in_flight(load.names)
+
+    def _settle(self, load: _Load) -> None:
+        for each in self._requests(load):
+            each.settle()
+        self._release(load)
+
+    def _is_idle(self) -> bool:
+        assert self._space.engine is not None
+        return self._space.engine.stats().in_flight_count == 0
 
     def _take_slot(
         self, device: torch.device, pieces: list[Piece], is_aligned: bool,
@@ -206,9 +218,7 @@ class Staging:
     def _wait_for_slot(self, pool: Pool, key: str) -> Slot:
         """This call has none: copies of an earlier one have, or transfers it could not wait for."""
         for load in list(self._lent.values()):
-            for request in self._store.in_flight(load.names):
-                request.settle()
-            self._release(load)
+            self._settle(load)
         return pool.acquire(SLOTS.nbytes, holder=key, timeout_s=self._space.timeout_s)
 
     def _pool(self, device: torch.device, is_aligned: bool) -> Pool:
@@ -292,16 +302,18 @@ class Staging:
         return None if self._stream is None else self._stream.record_event()
 
     def _wait_for(self, copied: torch.cuda.Event | None) -> None:
-        if copied is None:
-            return
+        if copied is not None:
+            self._wait_until(copied.query, "a copy from or to a GPU")
+
+    def _wait_until(self, is_over: Callable[[], bool], what: str) -> None:
         begin_s = time.monotonic()
-        while not copied.query():
+        while not is_over():
             waited_s = time.monotonic() - begin_s
             if waited_s > self._space.timeout_s:
                 raise SwapTimeoutError(
-                    f"a copy from a GPU was not over within {self._space.timeout_s} s",
-                    cause="what was queued before it on its stream takes that long, or hangs",
-                    fix='raise "timeout_s", or see `dmesg` for the state of the GPU',
+                    f"{what} was not over within {self._space.timeout_s} s",
+                    cause="it waits for what was queued before it, or hangs",
+                    fix='raise "timeout_s", or see `dmesg` for the state of GPU and drive',
                 )
             if waited_s > _SPIN_S:
                 time.sleep(_POLL_S)

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from nvmeswap.errors import SwapUsageError
 from nvmeswap.io.alignment import padded_nbytes
 from nvmeswap.io.engine import Direction
 from nvmeswap.store.manifest import TensorSpec
 from nvmeswap.swap.layout import flat
-
-_DEVICE_GRAIN_NBYTES = 4096  # the engine moves a GPU's own memory in multiples of it
 
 
 @dataclass(eq=False, slots=True)
@@ -30,6 +29,11 @@ class Transit:
 
     def __post_init__(self) -> None:
         self.nbytes = self.spec.nbytes
+        if self.nbytes and not self.tensor.data_ptr():
+            raise SwapUsageError(
+                f"{self.key} has no memory: its storage was freed, or it is fake",
+                fix="give it memory before it is moved",
+            )
 
     def bytes_of(self, direction: Direction) -> torch.Tensor:
         """Its dense elements, flat; on the device, queued on the current stream."""
@@ -77,13 +81,13 @@ def packed(
     transits: Iterable[Transit], slot_nbytes: int, alignment_nbytes: int, *, is_split: bool
 ) -> Iterator[tuple[bool, list[Piece]]]:
     """What goes into one slot after another: many tensors, or a part of one. They lie in it as in
-    the file. `is_split`: those of whole multiples of 4096 bytes apart, which the first value tells
-    of; else it is False."""
+    the file. `is_split`: those whose length is a multiple of the alignment apart, as a GPU's own
+    memory wants them; the first value tells which these are. Else it is False."""
     open_slots: dict[bool, list[Piece]] = {False: [], True: []}
     for transit in transits:
         for first_byte in range(0, transit.nbytes, slot_nbytes):
             nbytes = min(slot_nbytes, transit.nbytes - first_byte)
-            is_aligned = is_split and nbytes % _DEVICE_GRAIN_NBYTES == 0
+            is_aligned = is_split and nbytes % alignment_nbytes == 0
             piece = Piece(transit, first_byte, nbytes, 0)
             if nbytes < transit.nbytes:
                 yield is_aligned, [piece]

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+
 _T = TypeVar("_T")
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -147,6 +149,9 @@ def _add_tensors(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nbytes", type=size, default="64K", help="of each")
     parser.add_argument("--order", choices=["random", "stored"], default="random",
                         help="in which they are asked for")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where they are")
+    parser.add_argument("--gds", action="store_true",
+                        help="by GPUDirect Storage, where it can be had")
 
 
 def _add_optimizer(parser: argparse.ArgumentParser) -> None:
@@ -175,6 +180,8 @@ def _conflict(options: argparse.Namespace) -> str | None:
     for path in (options.json, drawn, getattr(options, "trace", None)):
         if path is not None and not path.absolute().parent.is_dir():
             return f"{path} can't be written: its folder is missing"
+    if options.command == "tensors" and options.device == "cuda" and not torch.cuda.is_available():
+        return "--device cuda: torch finds no GPU"
     if options.command in ("tensors", "optimizer"):
         return None
     largest = max(options.blocks) if options.command == "sweep" else options.block

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ def run(options: argparse.Namespace, folder: Path, console: Console) -> None:
               f"{figures[way]['cpu_s_per_gb']:.3f} s of processor per GB")
         for way in ("write", "read")
     ]
-    title = f"{options.count:_} tensors of {options.nbytes:_} bytes, {options.order}"
+    title = (f"{options.count:_} tensors of {options.nbytes:_} bytes, {options.order}, "
+             f"on {options.device}")
     show_labels(console, figures["labels"])
     show_figures(console, title, [*rows, *folder_rows(figures)])
 
@@ -47,17 +49,17 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     )
     swap = SwapBlock(backend=probe.backend, direct=options.direct)
     aio = AioConfig(block_size=options.block, queue_depth=options.depth,
-                    intra_op_parallelism=options.threads)
+                    intra_op_parallelism=options.threads, use_gds=options.gds)
     nbytes = options.count * options.nbytes
     keys = [str(number) for number in range(options.count)]
     writes, reads = [], []
     with (
-        Memory(nbytes, registered=True) as source,
-        Memory(nbytes, registered=True) as destination,
+        _memory(nbytes, options.device) as source,
+        _memory(nbytes, options.device) as destination,
         TensorSwapper(folder, swap=swap, aio=aio) as swapper,
     ):
-        tensors = dict(zip(keys, source.tensor.split(options.nbytes), strict=True))
-        outs = dict(zip(keys, destination.tensor.split(options.nbytes), strict=True))
+        tensors = dict(zip(keys, source.split(options.nbytes), strict=True))
+        outs = dict(zip(keys, destination.split(options.nbytes), strict=True))
         swapper.swap_out_many(tensors)
         if options.order == "random":
             random.shuffle(keys)
@@ -68,8 +70,10 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             writes.append(watch.usage(nbytes))
             watch = Stopwatch()
             swapper.swap_in_many(keys, out=outs)
+            if options.device == "cuda":
+                torch.cuda.current_stream().synchronize()  # copies to it may be on their way
             reads.append(watch.usage(nbytes))
-        assert torch.equal(source.tensor, destination.tensor)
+        assert torch.equal(source, destination)
         del tensors, outs
     device = device_of(folder)
     return {
@@ -83,6 +87,16 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             one_way_gb_per_s=max(each.gb_per_s for each in (*writes, *reads)),
         ),
     }
+
+
+@contextlib.contextmanager
+def _memory(nbytes: int, device: str) -> Iterator[torch.Tensor]:
+    """Random bytes in one piece, to be cut into tensors."""
+    if device == "cuda":
+        yield torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=device)
+        return
+    with Memory(nbytes, registered=True) as memory:
+        yield memory.tensor
 
 
 def _figures(usages: Sequence[Usage], count: int) -> dict[str, float]:
