@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,20 @@ def foreseen(case: Case, folder: Path, ranks: int = 1) -> Footprint:
     settings = Config.load(case.config(folder))
     with torch.device("meta"):
         model = AwkwardModel(dim=case.dim)
-    return Foresight(model, settings, ranks=ranks, device="cpu").footprint(settings)
+    return Foresight(model, settings, ranks=ranks, device=case.device).footprint(settings)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_plan_for_updates_on_a_gpu_has_the_layout_of_updates_in_place(
+    tmp_path: Path, bf16: bool
+) -> None:
+    """A shard that stays there is its own master, as on the CPU; else it has one beside it."""
+    on_cpu = foreseen(Case(bf16=bf16, params="none"), tmp_path)
+    there = {"nvmeswap": {"min_swap_nbytes": 1000, "update_device": "cuda"}}
+    case = Case(bf16=bf16, params="none", device="cuda")
+    assert foreseen(replace(case, extra=there), tmp_path).layouts == on_cpu.layouts
+    beside = foreseen(case, tmp_path)
+    assert beside.optimizer_file_nbytes > on_cpu.optimizer_file_nbytes
 
 
 CASES = [
