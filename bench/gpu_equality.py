@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from functools import partial
 
 import torch.distributed as dist
 from gpu_programs import PROGRAMS, Runs, begin, difference
@@ -17,7 +18,7 @@ def main(given: Options) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1",
-                      MASTER_PORT=str(port), CUBLAS_WORKSPACE_CONFIG=":4096:8")
+                      MASTER_PORT=str(port))
     begin(given.device)
     updates_there = given.device == "cuda" and "update_device" in SwapBlock.model_fields
     if not updates_there:
@@ -27,10 +28,10 @@ def main(given: Options) -> None:
         runs = Runs(kind, given.device)
         folder = given.folder / name
         folder.mkdir()
-        found = {name: difference(runs.swapped(folder), runs.offloaded())}
+        found = {name: difference(partial(runs.swapped, folder), runs.offloaded)}
         if updates_there:
             found[f"{name}_updated_on_gpu"] = difference(
-                runs.swapped(folder, update_device="cuda"), runs.resident())
+                partial(runs.swapped, folder, update_device="cuda"), runs.resident)
         for each, differs in found.items():
             figure(f"equality_{each}", float(differs is None), target=1.0)
             if differs is not None:

@@ -6,6 +6,9 @@ the GPU. Which of them a swapped run equals bit for bit depends on where it upda
 
 from __future__ import annotations
 
+import os
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,15 +108,20 @@ class Runs:
 
 def begin(device: str) -> None:
     """A process group, torchrun's or of this process alone; the same bits at each run."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True, warn_only=True)
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend)
     if device == "cuda":
-        torch.cuda.set_device(dist.get_rank())
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
 
 
-def difference(ours: Run, reference: Run) -> str | None:
-    return first_difference(ours, reference)
+def difference(ours: Callable[[], Run], reference: Callable[[], Run]) -> str | None:
+    """What differs first; or the error that one of them ended with."""
+    try:
+        return first_difference(ours(), reference())
+    except Exception as error:
+        traceback.print_exc()
+        return f"{type(error).__name__}: {error}"
 
 
 def _on_cpu(run: Run) -> Run:
