@@ -16,7 +16,7 @@ _WANTED_NBYTES = 50.5e9
 _SPARE_NBYTES = 3e9  # of the drive
 _HOST_NBYTES = 2  # of a parameter: its gradient
 _HOST_SHARE = 0.5
-# In two steps: the parameters when they are built; four passes; states twice to the drive, once back
+# In two steps: parameters when they are built; four passes; states twice to the drive, once back.
 _WRITTEN_NBYTES = 2 + 2 * _STATE_NBYTES
 _READ_NBYTES = 4 * 2 + _STATE_NBYTES
 _START_S = 35.0  # of process and model; arbitrary

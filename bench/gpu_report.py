@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -19,13 +20,13 @@ Steps = Mapping[str, Mapping[str, Any]]
 def show(steps: Steps, notes: Sequence[str]) -> None:
     """The table on stdout: a figure beside its peer and its target; steps that ended badly; notes.
     Where all figures of a step that say yes or no are met, they are one row."""
-    table = Table(title=None, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for heading in ("figure", "ours", "peer", "value", "target", ""):
         table.add_column(heading, justify="left" if heading == "figure" else "right",
                          overflow="fold")
     for name, step in steps.items():
         table.add_section()
-        for figure in _shortened(step["figures"]):
+        for figure in _shortened(name, step["figures"]):
             table.add_row(*_row(figure))
         if step["status"] != "done":
             table.add_row(f"[bold]{name}[/]", "", "", "", "", f"[yellow]{step['status']}[/]")
@@ -40,14 +41,17 @@ def show(steps: Steps, notes: Sequence[str]) -> None:
         console.print(f"note: {note[:_LONGEST]}", markup=False, highlight=False)
 
 
-def _shortened(figures: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+def _shortened(
+    step: str, figures: Sequence[Mapping[str, Any]]
+) -> Sequence[Mapping[str, Any]]:
     yes = [each for each in figures if each["target"] == 1.0 and each["passed"]
            and each["ours"] is None]
     if len(yes) < 2:
         return figures
-    names = ", ".join(each["name"] for each in yes)
+    names = ", ".join(each["name"].removeprefix(f"{step}_") for each in yes)
     kept = [each for each in figures if each not in yes]
-    return [*kept, {**yes[0], "name": names, "value": float(len(yes)), "target": float(len(yes))}]
+    return [*kept, {**yes[0], "name": f"{step}: {names}", "value": float(len(yes)),
+                    "target": float(len(yes))}]
 
 
 def _row(figure: Mapping[str, Any]) -> tuple[str, ...]:
@@ -90,6 +94,7 @@ def draw(path: Path, steps: Steps) -> str | None:
     axes.bar_label(bars, [f" {each['value']:.2f}" for each in figures])
     axes.axvline(1.0, color="black", linewidth=1)
     axes.invert_yaxis()
+    axes.margins(x=0.1)
     axes.set(xlabel="share of the target; the value beside the bar", title="tools/gpu-check")
     figure.savefig(path, format="png")
     return None

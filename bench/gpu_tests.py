@@ -18,12 +18,15 @@ _OUTCOME = re.compile(r"\b(PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS)\b")
 _NAME = re.compile(r"\S+\.py::\S.*?(?= (?:PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS)\b|$)")
 _TOLD_LINES = 150
 _TELL_EVERY_S = 2.0
+_TEST_S = 90
 _MOST_WORKERS = 12  # each has a context of its own on the GPU
 
 
 def command(given: Options, files: list[str]) -> list[str]:
     made = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider",
             f"--basetemp={given.folder / 'pytest'}", *files]
+    if importlib.util.find_spec("pytest_timeout") is not None:
+        made.append(f"--timeout={_TEST_S}")
     workers = min(_MOST_WORKERS, len(os.sched_getaffinity(0)) - 2)
     if importlib.util.find_spec("xdist") is not None and workers > 1:
         made += ["-n", str(workers), "--dist", "worksteal"]

@@ -62,7 +62,7 @@ def rate(folder: Path, device: str) -> dict[str, Any]:
     """Both ranks at a time: the seconds of the slower one, the bytes of both."""
     tiny = device == "cpu"
     model, optimizer = nvmeswap.zero3.shard(
-        make_model(torch, 1 if tiny else 24, device), configuration(str(folder), {}))
+        make_model(torch, 1 if tiny else 12, device), configuration(str(folder), {}))
     x, y = make_batch(torch, 8 if tiny else 4096, device)
     raw = None
     if dist.get_rank() == 0:

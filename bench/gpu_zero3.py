@@ -92,8 +92,8 @@ def tell_phases(answers: Sequence[Answer], floors: Sequence[Traffic], alone: Ans
         )
     for phase in PHASES:
         for way in ("read", "write"):
-            gb = middle(f"{phase}_{way}_nbytes") / 1e9
-            figure(f"zero3_{phase}_{way}_gb", gb, ours=gb, unit="GB")
+            if gb := middle(f"{phase}_{way}_nbytes") / 1e9:
+                figure(f"zero3_{phase}_{way}_gb", gb, ours=gb, unit="GB")
     detail("losses", [answer["loss"] for answer in answers])
     detail("without_offload_s", {phase: alone[f"{phase}_s"] for phase in PHASES})
     detail("raw", [vars(floor) for floor in floors])
