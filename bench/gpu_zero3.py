@@ -29,6 +29,7 @@ _OPTIMIZER_TARGET = 0.90
 _PASS_TARGET = 1.1
 _DEEPSPEED_TARGET = 1.5
 _DEEPSPEED_S = 45.0  # less than that, and it is not begun
+_END_S = 5.0  # left over for ending it
 NOTHING_OFFLOADED = {"offload_param": {"device": "none"}, "offload_optimizer": {"device": "none"}}
 STOCK: Settings = {
     "optimizer_buffer_count": 5, "parameter_buffer_count": 5, "sub_group_size": 30_000_000,
@@ -121,6 +122,7 @@ def beside_deepspeed(given: Options, place: Place, ours: Answer) -> None:
         if given.left_s < (0 if given.rehearses else _DEEPSPEED_S):
             note(f"DeepSpeed ({name}): no time left")
             return
+        place.deepspeed_timeout_s = max(1.0, given.left_s - _END_S)
         try:
             with place.theirs("nvme", settings) as trainer:
                 theirs = trainer.worker.ask()
