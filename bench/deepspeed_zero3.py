@@ -44,11 +44,12 @@ def configuration(folder: str, device: str, settings: dict[str, Any]) -> dict[st
 
 
 def build(
-    deepspeed: Any, torch: Any, folder: str, blocks: int, device: str, settings: dict[str, Any]
+    deepspeed: Any, torch: Any, folder: str, blocks: int, device: str, settings: dict[str, Any],
+    trains_on: str = "cpu",
 ) -> Any:
     config = configuration(folder, device, settings)
     with deepspeed.zero.Init(config_dict_or_path=config):
-        model = make_model(torch, blocks)
+        model = make_model(torch, blocks, trains_on)
     engine, *_ = deepspeed.initialize(
         model=model, config=config, model_parameters=model.parameters()
     )
@@ -64,8 +65,10 @@ def begin() -> Callable[..., dict[str, Any]]:
     x, y = make_batch(torch)
 
     def answer(**request: Any) -> dict[str, Any]:
-        nonlocal engine
+        nonlocal engine, x, y
         if request:
+            rows = {"rows": request.pop("rows")} if "rows" in request else {}
+            x, y = make_batch(torch, **rows, device=request.get("trains_on", "cpu"))
             engine = build(deepspeed, torch, **request)
             built = memory_nbytes()["peak_nbytes"]
             forget_peak()

@@ -1,6 +1,7 @@
 """Our ZeRO-3 with parameters and optimizer on NVMe, as vs_deepspeed_zero3.py asks for it.
 
-    {"folder": "...", "blocks": 8, "settings": {...}}   builds it; settings are the JSON's blocks
+    {"folder": "...", "blocks": 8, "settings": {...}}   builds it; settings are the JSON's blocks;
+                                                        "rows" and "trains_on" may be added
     {}                                                  a forward, a backward, a step
 """
 
@@ -35,7 +36,17 @@ def begin() -> Callable[..., dict[str, Any]]:
 
     model: Any = None
     optimizer: Any = None
-    x, y = make_batch(torch)
+    x: Any = None
+    y: Any = None
+
+    def build(
+        folder: str, blocks: int, settings: dict[str, Any], trains_on: str = "cpu",
+        **batch: Any,
+    ) -> None:
+        nonlocal model, optimizer, x, y
+        x, y = make_batch(torch, **batch, device=trains_on)
+        made = make_model(torch, blocks, trains_on)
+        model, optimizer = nvmeswap.zero3.shard(made, configuration(folder, settings))
 
     def after(loss: Any) -> None:
         loss.backward()
@@ -45,13 +56,13 @@ def begin() -> Callable[..., dict[str, Any]]:
         optimizer.zero_grad()
 
     def answer(**request: Any) -> dict[str, Any]:
-        nonlocal model, optimizer
         if "blocks" in request:
-            config = configuration(request["folder"], request["settings"])
-            model, optimizer = nvmeswap.zero3.shard(make_model(torch, request["blocks"]), config)
+            build(**request)
             built = memory_nbytes()["peak_nbytes"]
             forget_peak()
             return {"build_peak_nbytes": built}
+        if not hasattr(optimizer, "swap"):  # nothing is offloaded
+            return train_once(lambda: model(x, y), after, step)
         stats = optimizer.swap.stats()
         found = train_once(lambda: model(x, y), after, step)
         new = optimizer.swap.stats()
@@ -60,7 +71,9 @@ def begin() -> Callable[..., dict[str, Any]]:
             "optimizer_stall_s": new.optimizer.stall_s - stats.optimizer.stall_s,
             "update_s": new.optimizer.update_s - stats.optimizer.update_s,
         }
-        return {**found, **stalls, "arena_nbytes": new.arena_nbytes}
+        state = new.placement.nvme.parameter_nbytes + new.placement.nvme.state_nbytes
+        return {**found, **stalls, "arena_nbytes": new.arena_nbytes, "nvme_nbytes": state,
+                "arena_locked_nbytes": new.locked_nbytes}
 
     return answer
 

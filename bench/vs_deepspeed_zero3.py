@@ -85,17 +85,24 @@ class Place:
     folder: Path
     blocks: int
     python: str  # DeepSpeed's
+    trains: Mapping[str, Any] = field(default_factory=dict)  # "trains_on" a GPU, "rows" of a batch
+    environment: Mapping[str, str] = field(default_factory=dict)
+    deepspeed_timeout_s: float = 900.0
 
     @contextlib.contextmanager
     def ours(self, settings: Mapping[str, Any]) -> Iterator[Trainer]:
         with own_folder(self.folder) as files, Worker(sys.executable, "our_zero3.py") as worker:
-            worker.ask(folder=str(files), blocks=self.blocks, settings=settings)
+            worker.ask(folder=str(files), blocks=self.blocks, settings=settings, **self.trains)
             yield Trainer(worker)
 
     @contextlib.contextmanager
     def theirs(self, device: str, settings: Settings) -> Iterator[Trainer]:
-        with own_folder(self.folder) as files, Worker(self.python, "deepspeed_zero3.py") as worker:
-            worker.ask(folder=str(files), blocks=self.blocks, device=device, settings=settings)
+        with own_folder(self.folder) as files, Worker(
+            self.python, "deepspeed_zero3.py", environment=self.environment,
+            timeout_s=self.deepspeed_timeout_s,
+        ) as worker:
+            worker.ask(folder=str(files), blocks=self.blocks, device=device, settings=settings,
+                       **self.trains)
             yield Trainer(worker)
 
     def attempt(self, settings: Settings) -> list[dict[str, Any]]:

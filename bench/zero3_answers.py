@@ -15,22 +15,50 @@ PHASES = ("forward", "backward", "step")
 def train_once(
     forward: Callable[[], Any], backward: Callable[[Any], None], step: Callable[[], None]
 ) -> dict[str, Any]:
-    """`wall_s`, `cpu_s` and bytes of all of it, `forward_s` and so on, the loss, memory."""
+    """`wall_s`, `cpu_s` and bytes of all of it, `forward_s`, `forward_read_nbytes` and so on of
+    each phase (what the GPU has queued by then included), the loss, memory."""
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
     taken = Taken()
+    phases: dict[str, float] = {}
+    before = taken.so_far()
+
+    def finish(phase: str) -> None:
+        nonlocal before
+        if on_gpu:
+            torch.cuda.synchronize()
+        now = taken.so_far()
+        phases[f"{phase}_s"] = now["wall_s"] - before["wall_s"]
+        for way in ("read_nbytes", "write_nbytes"):
+            phases[f"{phase}_{way}"] = now[way] - before[way]
+        before = now
+
     loss = forward()
-    forward_s = taken.so_far()["wall_s"]
+    finish("forward")
     backward(loss)
-    backward_s = taken.so_far()["wall_s"] - forward_s
+    finish("backward")
     step()
-    found = taken.so_far()
+    finish("step")
     return {
-        **found, **memory_nbytes(), "locked_nbytes": locked_nbytes(), "loss": loss.item(),
-        "forward_s": forward_s, "backward_s": backward_s,
-        "step_s": found["wall_s"] - forward_s - backward_s,
+        **before, **memory_nbytes(), **phases, "loss": loss.item(),
+        "locked_nbytes": locked_nbytes(), "torch_pinned_nbytes": torch_pinned_nbytes(),
+        "gpu_peak_nbytes": torch.cuda.max_memory_allocated() if on_gpu else 0,
     }
 
 
 def locked_nbytes() -> int:
-    """Page-locked memory of this process."""
+    """Page-locked memory of this process, but for what CUDA has locked."""
     status = Path("/proc/self/status").read_text()
     return int(re.search(r"VmLck:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
+
+
+def torch_pinned_nbytes() -> int:
+    """What torch's own allocator has page-locked at most."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return 0
+    return int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))

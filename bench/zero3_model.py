@@ -10,7 +10,7 @@ from typing import Any
 
 from mlp import HIDDEN
 
-_BATCH = 8
+_ROWS = 8
 
 
 def fp32_product(torch: Any) -> Any:
@@ -34,13 +34,14 @@ def fp32_product(torch: Any) -> Any:
     return Product.apply
 
 
-def make_model(torch: Any, blocks: int) -> Any:
-    product = fp32_product(torch)
-    generator = torch.Generator().manual_seed(0)
+def make_model(torch: Any, blocks: int, device: str = "cpu") -> Any:
+    """On a GPU weights are drawn there (other numbers), and multiplied as they are."""
+    product = fp32_product(torch) if device == "cpu" else torch.nn.functional.linear
+    generator = torch.Generator(device).manual_seed(0)
 
     def drawn(*shape: int) -> Any:
-        values = (torch.rand(*shape, generator=generator) - 0.5) * (2 / shape[-1] ** 0.5)
-        return torch.nn.Parameter(values.to(torch.bfloat16))
+        values = torch.rand(*shape, generator=generator, device=device) - 0.5
+        return torch.nn.Parameter((values * (2 / shape[-1] ** 0.5)).to(torch.bfloat16))
 
     class Linear(torch.nn.Module):  # type: ignore[name-defined,misc]
         def __init__(self, inputs: int, outputs: int) -> None:
@@ -56,7 +57,7 @@ def make_model(torch: Any, blocks: int) -> Any:
             super().__init__()
             self.up = Linear(HIDDEN, 4 * HIDDEN)
             self.down = Linear(4 * HIDDEN, HIDDEN)
-            self.norm = torch.nn.LayerNorm(HIDDEN, dtype=torch.bfloat16)
+            self.norm = torch.nn.LayerNorm(HIDDEN, dtype=torch.bfloat16, device=device)
 
         def forward(self, x: Any) -> Any:
             return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
@@ -74,7 +75,7 @@ def make_model(torch: Any, blocks: int) -> Any:
     return Stack()
 
 
-def make_batch(torch: Any) -> tuple[Any, Any]:
+def make_batch(torch: Any, rows: int = _ROWS, device: str = "cpu") -> tuple[Any, Any]:
     generator = torch.Generator().manual_seed(1)
-    x, y = (torch.randn(_BATCH, HIDDEN, generator=generator).to(torch.bfloat16) for _ in "xy")
+    x, y = (torch.randn(rows, HIDDEN, generator=generator).to(device, torch.bfloat16) for _ in "xy")
     return x, y

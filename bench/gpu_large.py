@@ -1,0 +1,77 @@
+"""Step `large`: two steps of a model whose parameters and optimizer state exceed 50 GB, or of what
+the drive has room for."""
+
+from __future__ import annotations
+
+import shutil
+
+import psutil
+from gpu_raw import RawTraffic
+from gpu_told import Options, detail, figure, note, options, skip
+from gpu_zero3 import pinned_nbytes, place_of
+from mlp import BLOCK_PARAMETERS
+
+_STATE_NBYTES = 2 + 10.125  # of a parameter, on NVMe: bf16; the rest of its master, two moments
+_WANTED_NBYTES = 50.5e9
+_SPARE_NBYTES = 3e9  # of the drive
+_HOST_NBYTES = 2  # of a parameter: its gradient
+_HOST_SHARE = 0.5
+# In two steps: parameters when they are built; four passes; states twice to the drive, once back.
+_WRITTEN_NBYTES = 2 + 2 * _STATE_NBYTES
+_READ_NBYTES = 4 * 2 + _STATE_NBYTES
+_START_S = 35.0  # of process and model; arbitrary
+
+
+def block_count(given: Options) -> int:
+    """As many as are wanted, or fit."""
+    if given.rehearses:
+        return 1
+    on_drive = (shutil.disk_usage(given.folder).free - _SPARE_NBYTES) / _STATE_NBYTES
+    in_memory = _HOST_SHARE * psutil.virtual_memory().available / _HOST_NBYTES
+    wanted = -(-_WANTED_NBYTES // (_STATE_NBYTES * BLOCK_PARAMETERS))
+    return int(min(wanted, on_drive // BLOCK_PARAMETERS, in_memory // BLOCK_PARAMETERS))
+
+
+def foreseen_s(given: Options, parameters: int) -> float:
+    """At the raw rate of this minute."""
+    raw = RawTraffic(given.folder / "raw", given.size(1 << 30, 8 << 20))
+    traffic = raw.measure(round(_READ_NBYTES * parameters), round(_WRITTEN_NBYTES * parameters))
+    raw.close()
+    shutil.rmtree(given.folder / "raw")
+    detail("raw", vars(traffic))
+    return traffic.floor_s / 0.85 + (0 if given.rehearses else _START_S)
+
+
+def main(given: Options) -> None:
+    blocks = block_count(given)
+    parameters = blocks * BLOCK_PARAMETERS
+    state_gb = parameters * _STATE_NBYTES / 1e9
+    if blocks < 1:
+        skip(f"no room: {shutil.disk_usage(given.folder).free / 1e9:.1f} GB free")
+    if state_gb < 50.0:
+        note(f"{state_gb:.1f} GB of state instead of 50: "
+             f"{shutil.disk_usage(given.folder).free / 1e9:.1f} GB free on the drive, "
+             f"{psutil.virtual_memory().available / 1e9:.1f} GB of memory")
+    expected_s = foreseen_s(given, parameters)
+    detail("expected_s", expected_s)
+    if expected_s > given.left_s:
+        skip(f"two steps with {state_gb:.1f} GB of state would take about {expected_s:.0f} s, "
+             f"and {given.left_s:.0f} are left")
+    with place_of(given, blocks).ours({}) as trainer:
+        answers = []
+        for number in range(2):
+            answers.append(trainer.worker.ask())
+            detail(f"step_{number}", answers[-1])
+            figure(f"large_step_{number}_s", answers[-1]["wall_s"], ours=answers[-1]["wall_s"],
+                   unit="s")
+    moved_gb = (answers[-1]["read_nbytes"] + answers[-1]["write_nbytes"]) / 1e9
+    figure("large_state_gb", answers[-1]["nvme_nbytes"] / 1e9,
+           target=50.0 if state_gb >= 50.0 else None)
+    figure("large_moved_gb_per_s", moved_gb / answers[-1]["wall_s"])
+    figure("large_rss_gb", max(each["peak_nbytes"] for each in answers) / 1e9)
+    figure("large_pinned_gb", pinned_nbytes(answers) / 1e9)
+    figure("large_gpu_gb", max(each["gpu_peak_nbytes"] for each in answers) / 1e9)
+
+
+if __name__ == "__main__":
+    main(options(__doc__))

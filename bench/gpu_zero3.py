@@ -1,0 +1,157 @@
+"""Step `zero3`: training from NVMe at the defaults, beside the drive alone, the same model without
+offload, and DeepSpeed's first step.
+
+The floor of a phase is what it moved at the raw rate of the same minutes; that of forward and
+backward is no less than what they take without offload.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from deepspeed_search import Settings
+from gpu_raw import RawTraffic, Traffic
+from gpu_told import Options, detail, figure, note, options
+from mlp import BLOCK_PARAMETERS
+from report import Report
+from vs_deepspeed_zero3 import Place
+from worker import WorkerFailed
+from zero3_answers import PHASES
+
+_STEPS = 5
+_FIRST_FULL_STEP = 2  # the first has no states, the second is the first to read them, and ahead
+_OPTIMIZER_TARGET = 0.90
+_PASS_TARGET = 1.1
+_DEEPSPEED_TARGET = 1.5
+_DEEPSPEED_S = 45.0  # less than that, and it is not begun
+_END_S = 5.0  # left over for ending it
+NOTHING_OFFLOADED = {"offload_param": {"device": "none"}, "offload_optimizer": {"device": "none"}}
+STOCK: Settings = {
+    "optimizer_buffer_count": 5, "parameter_buffer_count": 5, "sub_group_size": 30_000_000,
+    "queue_depth": 8, "block_size": 1 << 20, "intra_op_parallelism": 1, "pin_memory": False,
+    "max_in_cpu": 10_000_000,
+}
+ROOMY: Settings = {**STOCK, "optimizer_buffer_count": 40, "parameter_buffer_count": 60}
+
+Answer = Mapping[str, Any]
+
+
+def place_of(given: Options, blocks: int) -> Place:
+    trains = {"trains_on": given.device, "rows": given.size(8 * 1024, 8)}
+    return Place(Report(1), given.folder, blocks, sys.executable, trains,
+                 {"DS_ACCELERATOR": given.device})
+
+
+def compute_alone(place: Place) -> Answer:
+    """The last of three steps of the same model without offload."""
+    with place.ours(NOTHING_OFFLOADED) as trainer:
+        answers = [trainer.worker.ask() for _ in range(3)]
+    detail("without_offload", answers)
+    return answers[-1]
+
+
+def train(place: Place, raw: RawTraffic) -> tuple[list[Answer], list[Traffic]]:
+    """Steps at our defaults, each followed by the drive alone with as many bytes as it moved."""
+    answers: list[Answer] = []
+    floors: list[Traffic] = []
+    with place.ours({}) as trainer:
+        for _ in range(_STEPS):
+            answers.append(trainer.worker.ask())
+            detail(f"step_{len(answers) - 1}", answers[-1])
+            floors.append(raw.measure(answers[-1]["step_read_nbytes"],
+                                      answers[-1]["step_write_nbytes"]))
+    return answers, floors
+
+
+def tell_phases(answers: Sequence[Answer], floors: Sequence[Traffic], alone: Answer) -> None:
+    steps = list(zip(answers, floors, strict=True))[_FIRST_FULL_STEP:]
+
+    def middle(name: str) -> float:
+        return statistics.median(answer[name] for answer, _ in steps)
+
+    figure(
+        "zero3_optimizer_floor_over_step",
+        statistics.median(floor.floor_s / answer["step_s"] for answer, floor in steps),
+        ours=middle("step_s"), peer=statistics.median(floor.floor_s for _, floor in steps),
+        unit="s", of="drive alone", target=_OPTIMIZER_TARGET,
+    )
+    for phase in ("forward", "backward"):
+        least = [max(alone[f"{phase}_s"],
+                     answer[f"{phase}_read_nbytes"] / 1e9 / floor.read_gb_per_s)
+                 for answer, floor in steps]
+        figure(
+            f"zero3_{phase}_over_floor",
+            statistics.median(answer[f"{phase}_s"] / floor_s
+                              for (answer, _), floor_s in zip(steps, least, strict=True)),
+            ours=middle(f"{phase}_s"), peer=statistics.median(least), unit="s",
+            of="compute or read", target=_PASS_TARGET, at_most=True,
+        )
+    for phase in PHASES:
+        for way in ("read", "write"):
+            if gb := middle(f"{phase}_{way}_nbytes") / 1e9:
+                figure(f"zero3_{phase}_{way}_gb", gb, ours=gb, unit="GB")
+    detail("losses", [answer["loss"] for answer in answers])
+    detail("without_offload_s", {phase: alone[f"{phase}_s"] for phase in PHASES})
+    detail("raw", [vars(floor) for floor in floors])
+
+
+def tell_memory(answers: Sequence[Answer]) -> None:
+    """Peaks of the steps."""
+    for name, nbytes in (("pinned", pinned_nbytes(answers)),
+                         ("rss", max(each["peak_nbytes"] for each in answers)),
+                         ("gpu", max(each["gpu_peak_nbytes"] for each in answers))):
+        figure(f"zero3_{name}_gb", nbytes / 1e9, ours=nbytes / 1e9, unit="GB")
+
+
+def pinned_nbytes(answers: Sequence[Answer]) -> int:
+    """The arena, whoever has locked it, and what torch has taken besides."""
+    return max(max(each["locked_nbytes"], each["arena_locked_nbytes"]) + each["torch_pinned_nbytes"]
+               for each in answers)
+
+
+def beside_deepspeed(given: Options, place: Place, ours: Answer) -> None:
+    if importlib.util.find_spec("deepspeed") is None:
+        note("deepspeed can't be imported: not measured beside it")
+        return
+    for name, settings in (("stock", STOCK), ("40 and 60 buffers", ROOMY)):
+        if given.left_s < (0 if given.rehearses else _DEEPSPEED_S):
+            note(f"DeepSpeed ({name}): no time left")
+            return
+        place.deepspeed_timeout_s = max(1.0, given.left_s - _END_S)
+        try:
+            with place.theirs("nvme", settings) as trainer:
+                theirs = trainer.worker.ask()
+        except WorkerFailed as error:
+            note(f"DeepSpeed ({name}) stopped in step 0: {error}")
+            continue
+        detail("deepspeed_step_0", theirs)
+        note(f"DeepSpeed ({name}): loss {theirs['loss']!r} in step 0, ours {ours['loss']!r}")
+        figure("zero3_step_0_speed_over_deepspeed", theirs["wall_s"] / ours["wall_s"],
+               ours=ours["wall_s"], peer=theirs["wall_s"], unit="s", of=f"deepspeed, {name}",
+               target=_DEEPSPEED_TARGET)
+        figure("zero3_rss_over_deepspeed", ours["peak_nbytes"] / theirs["peak_nbytes"],
+               ours=ours["peak_nbytes"] / 1e9, peer=theirs["peak_nbytes"] / 1e9, unit="GB",
+               of=f"deepspeed, {name}")
+        return
+
+
+def main(given: Options) -> None:
+    blocks = given.size(24, 1)  # 805 M parameters
+    detail("parameters", blocks * BLOCK_PARAMETERS)
+    place = place_of(given, blocks)
+    alone = compute_alone(place)
+    raw = RawTraffic(Path(given.folder) / "raw", given.size(1 << 30, 32 << 20))
+    answers, floors = train(place, raw)
+    raw.close()
+    tell_phases(answers, floors, alone)
+    tell_memory(answers)
+    beside_deepspeed(given, place, answers[0])
+
+
+if __name__ == "__main__":
+    main(options(__doc__))
