@@ -21,6 +21,7 @@ class HostGradients:
         self._host_memory: dict[str, torch.Tensor] = {}
         self._gradients: dict[str, torch.Tensor] = {}
         self._arrived: dict[str, torch.cuda.Event] = {}
+        self._devices: dict[str, torch.device] = {}  # where each gradient came from
         self._norm_type: float | None = None  # of the norms that are taken on arrival
         self._norms: dict[str, torch.Tensor] = {}
 
@@ -34,6 +35,7 @@ class HostGradients:
         point."""
         flat = gradient.detach().reshape(-1)
         held = self._gradients.get(key)
+        self._devices[key] = flat.device
         if held is not None:
             self._wait(key)
             held.add_(flat.to("cpu", held.dtype))
@@ -47,8 +49,11 @@ class HostGradients:
             self._gradients[key] = host
         else:
             self._gradients[key] = flat
-        if self._norm_type is not None and flat.numel():
-            # While it is in the cache, or still on the GPU.
+        if self._norm_type is None or not flat.numel():
+            return
+        if held is not None and flat.is_cuda:
+            self._norms.pop(key, None)
+        else:  # while it is in the cache, or still on the GPU
             self._norms[key] = norm_of(flat if held is None else held, self._norm_type)
 
     def __contains__(self, key: str) -> bool:
@@ -65,7 +70,8 @@ class HostGradients:
 
     def norms(self, keys: Iterable[str], norm_type: float) -> list[torch.Tensor]:
         """The norm of each gradient (0 for an empty one), where it was taken on arrival that one.
-        Once asked, they are taken on arrival."""
+        Once asked, they are taken on arrival. Each is computed where the gradient came from, since
+        a GPU rounds otherwise than the host."""
         if norm_type != self._norm_type:
             self._norm_type, self._norms = norm_type, {}
         zero = torch.zeros((), device="cpu")
@@ -75,7 +81,8 @@ class HostGradients:
             norm = self._norms.get(key)
             if norm is None:
                 self._wait(key)
-                norm = norm_of(gradient, norm_type) if gradient.numel() else zero
+                there = gradient.to(self._devices[key], non_blocking=True)
+                norm = norm_of(there, norm_type) if gradient.numel() else zero
             found.append(norm)
         return found
 

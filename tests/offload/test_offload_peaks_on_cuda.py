@@ -62,7 +62,8 @@ def test_peak_is_the_window(manage: Manage, tier: str, prefetch: int) -> None:
     for call in (lambda: model(x).sum().backward(), lambda: infer_once(model, x)):
         assert peak_nbytes(call) <= (prefetch + 1) * UNIT_NBYTES + slack
         gc.collect()
-        assert torch.cuda.memory_allocated() < base_nbytes + UNIT_NBYTES + (40 << 20)  # cuBLAS's
+        # cuBLAS takes 32 MiB for each thread, and backward has one of its own.
+        assert torch.cuda.memory_allocated() < base_nbytes + UNIT_NBYTES + (72 << 20)
 
 
 def infer_once(model: nn.Module, x: torch.Tensor) -> None:

@@ -214,6 +214,7 @@ def test_nobody_waits_for_the_device(open_swapper: Open, use_gds: bool) -> None:
 
 def test_thousands_of_tensors_are_rewritten_in_place(open_swapper: Open) -> None:
     swapper = open_swapper()
+    allocated = set()
     for step in range(3):
         tensors = {str(n): on_gpu(4096 + n % 3, step + n) for n in range(3000)}
         swapper.swap_out_many(tensors)
@@ -221,7 +222,8 @@ def test_thousands_of_tensors_are_rewritten_in_place(open_swapper: Open) -> None
         swapper.swap_out_many(tied)
         back = swapper.swap_in_many(tensors | tied)
         assert all(torch.equal(back[key], (tensors | tied)[key]) for key in back)
-    assert swapper.stats().allocated_nbytes < 64 * MIB
+        allocated.add(swapper.stats().allocated_nbytes)
+    assert len(allocated) == 1
 
 
 def test_what_was_changed_on_disk_is_named_and_the_others_are_good(

@@ -335,6 +335,9 @@ def test_updates_behind_a_slow_backward_equal_those_after_it(
 # --- memory and errors ----------------------------------------------------------------------------
 
 
+COUNTS_NBYTES = 1 << 16  # step counts, which are tensors
+
+
 def test_memory_on_the_gpu_is_taken_once(make: Make) -> None:
     """A mirror of one slot and masters of one sub-group; beside it no more than a few pieces."""
     numel, sub_group_numel = 1 << 24, 1 << 20
@@ -348,10 +351,10 @@ def test_memory_on_the_gpu_is_taken_once(make: Make) -> None:
     before_nbytes = torch.cuda.memory_allocated()
     for _ in range(3):
         optimizer.step()
-        assert torch.cuda.memory_allocated() <= before_nbytes
+        assert torch.cuda.memory_allocated() <= before_nbytes + COUNTS_NBYTES
     assert torch.cuda.max_memory_allocated() <= before_nbytes + 40 * sub_group_numel
     optimizer.close()
-    assert torch.cuda.memory_allocated() <= before_nbytes - held_nbytes
+    assert torch.cuda.memory_allocated() <= before_nbytes - held_nbytes + COUNTS_NBYTES
 
 
 @pytest.mark.parametrize("ratio", [1.0, 0.0])

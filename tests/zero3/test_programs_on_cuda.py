@@ -54,9 +54,13 @@ def test_updates_on_the_gpu_equal_resident_training(tmp_path: Path, name: str) -
     assert difference is None
 
 
-@pytest.mark.parametrize("name", KNOWN)
+# With FSDP2's CPU offload torch takes norms on the host, which rounds otherwise, and its GradScaler
+# does not see that a gradient has overflowed there.
+NOT_ON_THE_HOST = {"ClippedByTorch", "ScaledByTorch"}
+
+
+@pytest.mark.parametrize("name", [name for name in KNOWN if name not in NOT_ON_THE_HOST])
 def test_updates_on_the_host_equal_cpu_offload(tmp_path: Path, name: str) -> None:
-    """Without clipping: a norm that is summed up on the GPU rounds otherwise."""
     ours, theirs = on_gpu(name), on_gpu(name)
     ours.clips = theirs.clips = False
     theirs.offload = CPUOffloadPolicy(pin_memory=False)
@@ -80,7 +84,6 @@ def test_a_run_equals_resident_training(tmp_path: Path, case: Case, overlap: boo
     """field cases D01, D07, O05"""
     swap = {"min_swap_nbytes": 1000, "update_device": "cuda", "overlap_step": overlap}
     extra = {"nvmeswap": swap, "gradient_accumulation_steps": case.accumulation}
-    # (After several micro-batches the norm is that of a sum in host memory, and rounds otherwise.)
-    case = replace(case, device="cuda", clip=not overlap and case.accumulation == 1, extra=extra)
+    case = replace(case, device="cuda", clip=not overlap, extra=extra)
     difference = first_difference(cases.run_swapped(case, tmp_path), cases.run_in_ram(case))
     assert difference is None
