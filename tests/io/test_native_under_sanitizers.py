@@ -14,6 +14,8 @@ import pytest
 
 NATIVE = Path(__file__).parents[2] / "native"
 STRESS = Path(__file__).with_name("native_stress.c")
+GDS = Path(__file__).with_name("native_gds.c")
+FAKES = Path(__file__).with_name("fake_gds")
 SCHEDULES = [Path(__file__).with_name(f"native_{part}.c") for part in ("schedules", "model")]
 # Schedules wait more than they compute.
 PROCESS_COUNT = 8
@@ -38,7 +40,7 @@ class Programs:
             self.engines[flags] = sorted(objects.iterdir())
         program = self.folder / f"{name}{len(self.engines)}"
         parts = map(str, (*self.engines[flags], *sources))
-        self.run(*flags, *parts, "-laio", "-luring", "-lpthread", "-o", str(program))
+        self.run(*flags, *parts, "-laio", "-luring", "-lpthread", "-ldl", "-o", str(program))
         return program
 
     def run(self, *arguments: str, folder: Path | None = None) -> None:
@@ -93,6 +95,29 @@ def test_threads_under_faults_leave_no_trace_in_the_sanitizers(
     command = ["setarch", "-R", str(program), str(tmp_path / "stress.swp")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+def test_threads_with_device_memory_leave_no_trace_in_the_sanitizers(
+    programs: Programs, tmp_path: Path, sanitizer: str
+) -> None:
+    """Else a refusal of cuFile, which any thread may meet, is a race with the others' transfers.
+    field case G01"""
+    flags = sanitizing(sanitizer)
+    libraries: list[Path] = []
+    for name, source in (("libcuda.so.1", "cuda.c"), ("libcufile.so.0", "cufile.c")):
+        made = tmp_path / name
+        programs.run(*flags, "-shared", "-fPIC", f"-Wl,-soname,{name}", str(FAKES / source),
+                     *map(str, libraries), "-o", str(made))
+        libraries.append(made)
+    program = programs.build("native_gds", [GDS, libraries[0]], *flags)
+    for script in ("", "write=-5 after=60", "read=-5 after=200", "handle=5030"):
+        done = subprocess.run(
+            ["setarch", "-R", str(program), str(tmp_path)], capture_output=True, text=True,
+            env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path), "FAKE_CUFILE": script},
+            timeout=200, check=False,
+        )
+        assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@
 #include "cuda.h"
 
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
@@ -19,7 +20,7 @@ enum { MEMORY_LIMIT = 64, COPY_LIMIT = 256 };
 
 static struct memory { char *address, *shadow; size_t nbytes; } memories[MEMORY_LIMIT];
 static int primary; /* its address is the context's */
-static int retain_count, stream_count, pinned_count;
+static atomic_int retain_count, stream_count, pinned_count;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static __thread void *current;
 
@@ -75,7 +76,7 @@ int cuDeviceGet(int *device, int ordinal)
 int cuDevicePrimaryCtxRetain(void **context, int device)
 {
     (void)device;
-    __sync_fetch_and_add(&retain_count, 1);
+    retain_count++;
     *context = &primary;
     return 0;
 }
@@ -83,7 +84,7 @@ int cuDevicePrimaryCtxRetain(void **context, int device)
 int cuDevicePrimaryCtxRelease_v2(int device)
 {
     (void)device;
-    __sync_fetch_and_sub(&retain_count, 1);
+    retain_count--;
     return 0;
 }
 
@@ -161,13 +162,13 @@ int cuMemHostAlloc(void **memory, size_t nbytes, unsigned int flags)
     int refusal = (int)fake_script("FAKE_CUDA", "pinned", 0);
     if (!current || refusal)
         return current ? refusal : INVALID_CONTEXT;
-    __sync_fetch_and_add(&pinned_count, 1);
+    pinned_count++;
     return posix_memalign(memory, 4096, nbytes) == 0 ? 0 : OUT_OF_MEMORY;
 }
 
 int cuMemFreeHost(void *memory)
 {
-    __sync_fetch_and_sub(&pinned_count, 1);
+    pinned_count--;
     free(memory);
     return 0;
 }
@@ -178,7 +179,7 @@ int cuStreamCreate(void **made, unsigned int flags)
         return INVALID_CONTEXT;
     struct stream *stream = calloc(1, sizeof *stream);
     stream->context = current;
-    __sync_fetch_and_add(&stream_count, 1);
+    stream_count++;
     *made = stream;
     return 0;
 }
@@ -187,7 +188,7 @@ int cuStreamDestroy_v2(void *stream)
 {
     if (((struct stream *)stream)->count > 0)
         abort();
-    __sync_fetch_and_sub(&stream_count, 1);
+    stream_count--;
     free(stream);
     return 0;
 }

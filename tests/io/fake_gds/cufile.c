@@ -12,6 +12,7 @@
 
 #include <errno.h>
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
@@ -27,7 +28,7 @@ struct handle { int fd; };
 
 static struct buffer { const char *memory; size_t nbytes; } buffers[BUFFER_LIMIT];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static int handle_count, registered_count, buffer_count, call_count;
+static atomic_int handle_count, registered_count, buffer_count, call_count;
 
 static long script(const char *word, long otherwise)
 {
@@ -53,15 +54,15 @@ struct error cuFileHandleRegister(void **made, struct descriptor *descriptor)
         return (struct error){code ? code : INVALID_VALUE, 0};
     struct handle *handle = malloc(sizeof *handle);
     handle->fd = descriptor->file.fd;
-    __sync_fetch_and_add(&handle_count, 1);
-    __sync_fetch_and_add(&registered_count, 1);
+    handle_count++;
+    registered_count++;
     *made = handle;
     return (struct error){0, 0};
 }
 
 void cuFileHandleDeregister(void *handle)
 {
-    __sync_fetch_and_sub(&handle_count, 1);
+    handle_count--;
     free(handle);
 }
 
@@ -117,7 +118,7 @@ static bool is_named_rightly(const char *memory, off_t at)
 
 static bool is_faulty(void)
 {
-    return __sync_fetch_and_add(&call_count, 1) >= script("after", 0);
+    return call_count++ >= script("after", 0);
 }
 
 ssize_t cuFileRead(void *made, void *memory, size_t nbytes, off_t offset, off_t memory_offset)
