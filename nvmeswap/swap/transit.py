@@ -46,7 +46,9 @@ class Transit:
                 )
                 if direction is Direction.WRITE:
                     dense.copy_(self.tensor.detach())
-            self._bytes = flat(dense).view(torch.uint8)
+            if dense.stride() != (1,):
+                dense = flat(dense)
+            self._bytes = dense.view(torch.uint8)
         return self._bytes
 
     def complete(self) -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from nvmeswap.cli.bench.main import main
 
@@ -35,3 +36,16 @@ def test_buffered_tensors_are_labelled_page_cache(
     # field case L03
     assert main(["tensors", "--path", str(tmp_path), "--count", "4", "--direct", "off"]) == 0
     assert "page cache" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_tensors_on_a_gpu_are_refused_where_there_is_none(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        main(["tensors", "--path", str(tmp_path), "--count", "4", "--device", "cuda"])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("options", [[], ["--gds"]])
+def test_tensors_on_a_gpu_are_measured(tmp_path: Path, options: list[str]) -> None:
+    assert main(["tensors", "--path", str(tmp_path), "--count", "50", "--loops", "2", "--device",
+                 "cuda", *options]) == 0

@@ -193,6 +193,8 @@ def test_nobody_waits_for_the_device(open_swapper: Open, use_gds: bool) -> None:
     strided = torch.randn(1000, 1000, device="cuda")[:, ::2]
     swapper.swap_out_many(tensors)  # takes the slots
     swapper.swap_in_many(tensors)
+    swapper.swap_out("strided", strided)
+    swapper.swap_in("strided", out=torch.empty_like(strided))
     other = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(other):
