@@ -177,7 +177,7 @@ def _environment(home: Path) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _home_of_steps() -> Iterator[Path]:
+def home_of_steps() -> Iterator[Path]:
     """This clone if nvmeswap is built in it, else a copy of what the steps need without it, so that
     the installed one is found."""
     if (ROOT / "nvmeswap" / "_native.abi3.so").exists():
@@ -190,8 +190,9 @@ def _home_of_steps() -> Iterator[Path]:
         yield Path(name)
 
 
-def run_all(check: Check, chosen: Sequence[Step], parent: Path, device: str) -> None:
-    with _home_of_steps() as home, tempfile.TemporaryDirectory(
+def run_all(check: Check, chosen: Sequence[Step], home: Path, parent: Path, device: str) -> None:
+    """All steps, by the scripts in `home`; their files go to a folder in `parent`."""
+    with tempfile.TemporaryDirectory(
         prefix="gpu-check-", dir=parent, ignore_cleanup_errors=True
     ) as name, ThreadPoolExecutor(len(chosen)) as pool:
         try:
