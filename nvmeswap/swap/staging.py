@@ -32,8 +32,9 @@ from nvmeswap.swap.space import PoolRequest, SwapSpace, fit
 from nvmeswap.swap.transit import Piece, Transit, packed
 
 STAGED_DEVICE_TYPES = frozenset({"cuda"})
-# A slot is as long as what has one checksum at most; one is copied while others are on the drive.
-SLOTS = SlotClass(CHUNK_NBYTES, 4)
+# A slot is as long as what has one checksum at most. So many that one is copied from and another
+# is summed up while those on the drive fill its queue (32 blocks of 1 MiB).
+SLOTS = SlotClass(CHUNK_NBYTES, 8)
 _SPIN_S = 0.0001  # a copy of 4 MiB; most are over sooner
 _POLL_S = 0.0001  # arbitrary: below what a slot takes on the drive
 _device_of = attrgetter("device")
@@ -63,7 +64,7 @@ class _Slots:
 class Staging:
     """Moves tensors on one kind of device between their memory and the store of `space`.
 
-    The slots are taken at the first tensor, out of `host_memory_nbytes`: 4 of 8 MiB, or as many as
+    The slots are taken at the first tensor, out of `host_memory_nbytes`: 8 of 8 MiB, or as many as
     there is room for. With `space.uses_gds` there are as many on each GPU, which the drive is read
     to and written from; pieces of odd length pass through those on the host.
     Raises: SwapBudgetError, if there is no room for one slot.
@@ -259,8 +260,8 @@ class Staging:
     def _copy_in(self, load: _Load) -> None:
         """Queues the copies into a slot."""
         with torch.no_grad():
-            for piece, memory in zip(load.pieces, load.memories, strict=True):
-                memory.copy_(piece.bytes_of(Direction.WRITE), non_blocking=True)
+            sources = [piece.bytes_of(Direction.WRITE) for piece in load.pieces]
+            torch._foreach_copy_(load.memories, sources, non_blocking=True)
         load.copied = self._record()
 
     def _move(self, direction: Direction, load: _Load) -> _Load:
@@ -290,12 +291,19 @@ class Staging:
         assert load.moving is not None
         for index, error in load.moving.failed().items():
             failures.setdefault(load.pieces[index].transit.key, error)
+        good = [
+            (piece, memory)
+            for piece, memory in zip(load.pieces, load.memories, strict=True)
+            if piece.transit.key not in failures
+        ]
         with torch.no_grad():
-            for piece, memory in zip(load.pieces, load.memories, strict=True):
-                if piece.transit.key not in failures:
-                    piece.bytes_of(Direction.READ).copy_(memory, non_blocking=True)
-                    if piece.is_last:
-                        piece.transit.complete()
+            if good:
+                pieces, memories = zip(*good, strict=True)
+                targets = [piece.bytes_of(Direction.READ) for piece in pieces]
+                torch._foreach_copy_(targets, list(memories), non_blocking=True)
+            for piece, _ in good:
+                if piece.is_last:
+                    piece.transit.complete()
         self._release(load, self._record())
 
     def _record(self) -> torch.cuda.Event | None:
