@@ -115,12 +115,14 @@ def test_block_says_where_as_the_argument_does(make: Make) -> None:
 
 
 def test_rate_that_is_a_tensor_and_unfused_equal_torch(make: Make) -> None:
-    for options in ({"lr": torch.tensor(0.01)}, {"fused": False}, {"foreach": False}):
+    choices: list[dict[str, Any]] = [
+        {"lr": torch.tensor(0.01)}, {"fused": False}, {"foreach": False},
+    ]
+    for options in choices:
         recipe = Recipe(torch.optim.AdamW, options, {"weight_decay": 0.1})
         ours, theirs = on_gpu(SHAPES, [FP32] * 6), on_gpu(SHAPES, [FP32] * 6)
         swapped = make(recipe.groups(ours), **recipe.options)
-        fused = {"fused": True} if "lr" in options else {}
-        plain = torch.optim.AdamW(recipe.groups(theirs), **options, **fused)
+        plain = recipe.plain(recipe.groups(theirs), fused="lr" in options)
         for step in range(3):
             for mine, other in zip(ours, theirs, strict=True):
                 mine.grad, other.grad = mine.detach() * (step + 1), other.detach() * (step + 1)
@@ -303,8 +305,9 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = Late.apply(layer(x).tanh())
-        return self.low(x.to(BF16)).float()
+            x = Late.apply(layer(x).tanh())  # type: ignore[no-untyped-call]
+        made: Tensor = self.low(x.to(BF16)).float()
+        return made
 
 
 # field case O05

@@ -64,7 +64,8 @@ class Recipe:
     def plain(self, params: Any, *, fused: bool = True) -> Optimizer:
         """torch's own, fused where the class knows that (and `fused`)."""
         fused = fused and "fused" in inspect.signature(self.kind).parameters
-        return self.kind(params, **self.options, **({"fused": True} if fused else {}))
+        choice: dict[str, Any] = {"fused": True} if fused else {}
+        return self.kind(params, **self.options, **choice)
 
 
 ADAMW = Recipe(torch.optim.AdamW, {"lr": 1e-2}, {"lr": 3e-3, "betas": (0.8, 0.99)})
@@ -167,7 +168,8 @@ class Twins:
 
     def _master_of(self, parameter: Tensor) -> torch.nn.Parameter:
         master = torch.nn.Parameter(parameter.detach().to(self.device, FP32, copy=True))
-        return master.requires_grad_(parameter.requires_grad)
+        master.requires_grad_(parameter.requires_grad)
+        return master
 
 
 ADAGRAD = torch.optim.Adagrad  # its plain states are there before the first step
