@@ -16,7 +16,7 @@ from gpu_told import Options, detail, figure, note, options, skip
 ROOT = Path(__file__).resolve().parents[1]
 _OUTCOME = re.compile(r"\b(PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS)\b")
 _NAME = re.compile(r"\S+\.py::\S.*?(?= (?:PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS)\b|$)")
-_TOLD_LINES = 150
+_TOLD_LINES = 400  # of names and errors of those that failed
 _TELL_EVERY_S = 2.0
 _TEST_S = 90
 _MOST_WORKERS = 12  # each has a context of its own on the GPU
@@ -40,13 +40,14 @@ def main(given: Options) -> None:
     detail("files", files)
     outcomes: Counter[str] = Counter()
     failed: list[str] = []
-    last: list[str] = []
+    errors: list[str] = []
     told_s = time.monotonic()
     process = subprocess.Popen(command(given, files), cwd=ROOT, text=True, errors="replace",
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdout is not None
     for line in process.stdout:
-        last = [*last, line.rstrip()][-_TOLD_LINES:]
+        if line.startswith(("E ", "____")) and len(errors) < _TOLD_LINES:
+            errors.append(line.rstrip()[:300])
         print(line, end="", file=sys.stderr)
         outcome, name = _OUTCOME.search(line), _NAME.search(line)
         if outcome is None or name is None or " - " in line:  # the summary has them again
@@ -65,7 +66,7 @@ def main(given: Options) -> None:
     bad = len(failed) + (status not in (0, 1))  # 1: some failed
     figure("tests_failed", bad, target=0, at_most=True)
     if status:
-        detail("output", last)
+        detail("errors", errors)
 
 
 if __name__ == "__main__":
