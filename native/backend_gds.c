@@ -128,8 +128,8 @@ static int gds_register_memory(void *state, void *memory, uint64_t nbytes)
         gds_refuse(gds, "%s", reason);
     /* Refused where there is no room for it in the window that drives see of the GPU, for one: then
      * cuFile moves it through a small buffer of its own. */
-    region.by_cufile =
-        gds->cufile && !gds->refused && gds->cufile->register_buffer(memory, nbytes, 0).code == 0;
+    region.by_cufile = gds->cufile && !gds->refused && !is_mapped(&region)
+                       && gds->cufile->register_buffer(memory, nbytes, 0).code == 0;
     pthread_mutex_lock(&gds->lock);
     gds->regions[index] = region;
     if (index == gds->region_count)

@@ -15,9 +15,16 @@ struct region {
     char *memory; /* NULL: not in use */
     uint64_t nbytes;
     void *context;
-    int primary_device; /* whose primary context was retained for it, or -1 */
+    int primary_device; /* whose primary context was retained for it, or -1; see is_mapped */
     bool by_cufile;     /* registered there; if not, cuFile moves it all the same */
 };
+
+/* Mapped piece by piece, as torch's expandable segments: it belongs to no context, and cuFile 1.15
+ * ends the process by an assertion when it is given such memory. */
+static inline bool is_mapped(const struct region *region)
+{
+    return region->primary_device >= 0;
+}
 
 struct gds_file {
     int fd;       /* ours: the caller may close its own before cuFile has let go; -1: not in use */

@@ -30,6 +30,7 @@ struct run {
     uint64_t nbytes;
     char *base; /* what cuFile calls the memory */
     void *context;
+    bool suits_cufile;
 };
 
 /* Under the lock. The region that holds the first byte, or NULL; *nbytes shrinks to the next border. */
@@ -65,6 +66,7 @@ static bool next_run(struct gds *gds, struct cursor *cursor, uint64_t most_nbyte
     if (region) {
         run->context = region->context;
         run->base = region->by_cufile ? region->memory : run->memory;
+        run->suits_cufile = !is_mapped(region);
     }
     pthread_mutex_unlock(&gds->lock);
     cursor->at_bytes += run->nbytes;
@@ -76,17 +78,18 @@ static bool next_run(struct gds *gds, struct cursor *cursor, uint64_t most_nbyte
 }
 
 /* The context of the first device memory in it, or NULL: all is in host memory. */
-static void *context_of(struct gds *gds, const struct backend_op *op, bool *is_aligned)
+static void *context_of(struct gds *gds, const struct backend_op *op, bool *suits_cufile)
 {
     struct cursor cursor = {.op = op};
     struct run run;
     void *context = NULL;
-    *is_aligned = true;
+    *suits_cufile = true;
     while (gds->region_count > 0 && next_run(gds, &cursor, UINT64_MAX, &run)) {
         if (!run.context)
             continue;
         context = context ? context : run.context;
-        *is_aligned &= ((uintptr_t)run.memory | run.nbytes) % CUFILE_ALIGNMENT_NBYTES == 0;
+        *suits_cufile &= run.suits_cufile
+                         && ((uintptr_t)run.memory | run.nbytes) % CUFILE_ALIGNMENT_NBYTES == 0;
     }
     return context;
 }
@@ -305,8 +308,8 @@ void gds_move(void *context, uint32_t number, struct backend_op *op)
 {
     struct gds *gds = context;
     struct gds_worker *worker = &gds->states[number];
-    bool is_aligned;
-    void *device_context = context_of(gds, op, &is_aligned);
+    bool suits_cufile;
+    void *device_context = context_of(gds, op, &suits_cufile);
     if (!device_context) {
         move_by_kernel(op);
         return;
@@ -314,7 +317,7 @@ void gds_move(void *context, uint32_t number, struct backend_op *op)
     op->result = enter_context(gds, worker, device_context);
     if (op->result < 0)
         return;
-    void *handle = is_aligned && !gds->refused ? file_handle(gds, op->file_index) : NULL;
+    void *handle = suits_cufile && !gds->refused ? file_handle(gds, op->file_index) : NULL;
     op->result = handle ? move_by_cufile(gds, worker, op, handle) : REFUSED;
     if (op->result == REFUSED)
         op->result = move_bounced(gds, worker, op);

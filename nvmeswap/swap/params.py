@@ -25,7 +25,7 @@ from nvmeswap.store.manifest import TensorSpec
 from nvmeswap.store.store import Store, StoreRequest
 from nvmeswap.swap.param_placement import ParamPlacement
 from nvmeswap.swap.plan import Plan
-from nvmeswap.swap.shard import Resident, ShardSpec, ShardState
+from nvmeswap.swap.shard import Resident, ShardSpec, ShardState, note_copies
 
 PARAMS_FILE = "params.swp"
 
@@ -89,12 +89,15 @@ class PartitionedParamSwapper:
         self._fetch_count = self._hit_count = self._prefetch_count = 0
         self._stall_s = 0.0
         self._lent: _Shard | None = None
+        self._slot_count = 0 if pool is None else pool.stats().slot_count
         self.step_count = 0
         swapped = {
             spec.key: TensorSpec(spec.dtype, (spec.numel,), (1,))
             for spec in specs
             if placement.swaps(spec)
         }
+        # Those on NVMe that slots could have, and none has.
+        self._away = {key for key in swapped if not placement.streams(self._shards[key].spec)}
         if swapped:
             assert store is not None
             store.create_file(PARAMS_FILE, swapped)
@@ -143,20 +146,25 @@ class PartitionedParamSwapper:
         """The shards that the rest of this step uses, by the plan, in order."""
         return self._plan.rest()
 
-    def copy_ahead(self, key: str, out: torch.Tensor) -> int | None:
-        """Copy a shard as `fetch` does, before its use: returns what `use_copy` is to be told, or
-        None where that would wait for the disk. Does not block."""
+    def copy_ahead(self, keys: Sequence[str], outs: Sequence[torch.Tensor]) -> list[int]:
+        """Copy shards as `fetch` does, before their uses: those in front that can be copied without
+        waiting for the disk. Returns, for each of these, what `use_copy` is to be told. Does not
+        block."""
+        copied: list[_Shard] = []
         with self._lock:
-            shard = self._shard(key)
-            if not self.is_ready(key):
-                return None
-            if shard.ram is None and shard.state is ShardState.READING:
-                try:
-                    shard.finish_reading()
-                except SwapIOError:
-                    return None  # the use itself reads again, and raises
-            shard.copy_to(out, shard.values if shard.ram is None else shard.ram)
-            return shard.version
+            for key, out in zip(keys, outs, strict=True):
+                shard = self._shard(key)
+                if not self.is_ready(key):
+                    break
+                if shard.ram is None and shard.state is ShardState.READING:
+                    try:
+                        self._finish_reading(shard)
+                    except SwapIOError:
+                        break  # the use itself reads again, and raises
+                shard.copy_unnoted(out, shard.values if shard.ram is None else shard.ram)
+                copied.append(shard)
+            note_copies(copied, outs[: len(copied)])
+            return [shard.version for shard in copied]
 
     def use_copy(self, key: str, version: int) -> bool:
         """A use of a shard that was copied ahead; False, and no use is noted, if it has changed
@@ -228,7 +236,7 @@ class PartitionedParamSwapper:
             assert out.dtype is shard.spec.dtype and out.device.type == "cpu"
             if shard.state is ShardState.READING and shard.requests[0].done():
                 with contextlib.suppress(SwapIOError):  # what was read ahead in vain is read below
-                    shard.finish_reading()
+                    self._finish_reading(shard)
             copy = shard.ram
             if shard.state is ShardState.CLEAN:
                 copy = shard.values
@@ -267,7 +275,7 @@ class PartitionedParamSwapper:
                 return []
             if shard.state is ShardState.READING:
                 with contextlib.suppress(SwapIOError):  # what was read ahead is of no use now
-                    shard.finish_reading()
+                    self._finish_reading(shard)
             if shard.state is ShardState.CLEAN:
                 shard.wait_for_copies()
                 shard.values[start:stop].copy_(values)
@@ -331,7 +339,7 @@ class PartitionedParamSwapper:
         elif shard.state is ShardState.CLEAN or shard.requests[0].done():
             self._hit_count += 1
         if shard.state is ShardState.READING:
-            shard.finish_reading()
+            self._finish_reading(shard)
         self._stall_s += time.perf_counter() - began
 
     def _stream(self, shard: _Shard, out: torch.Tensor) -> None:
@@ -349,6 +357,7 @@ class PartitionedParamSwapper:
         assert store is not None
         memory = slot.memory[: shard.spec.nbytes]
         shard.start_reading(slot, lambda: [store.read(shard.key, memory, lane=lane)])
+        self._away.discard(shard.key)
 
     def _slot_for_demand(self, spec: ShardSpec) -> Slot:
         """A slot now: free, or taken from the resident of this size that is needed last."""
@@ -371,7 +380,7 @@ class PartitionedParamSwapper:
                 self._start_reading(victim, victim.slot, Lane.DEMAND)
             if victim.state is ShardState.READING:
                 try:
-                    victim.finish_reading()
+                    self._finish_reading(victim)
                 except SwapIOError:
                     continue  # its slot is free now; the error is for whoever needs that shard
             self._evict(victim)
@@ -379,21 +388,24 @@ class PartitionedParamSwapper:
 
     def _read_ahead(self) -> None:
         """Start reads for the next uses, as far as free slots go."""
-        if self._pool is None or not self._placement.on_nvme:
+        if self._pool is None or not self._away:
             return
-        for key in islice(self._plan.upcoming(), 2 * self._pool.stats().slot_count):
-            shard = self._shards[key]
-            if (
-                shard.ram is not None
-                or shard.state is not ShardState.ON_NVME
-                or self._placement.streams(shard.spec)
-            ):
+        for key in islice(self._plan.upcoming(), 2 * self._slot_count):
+            if key not in self._away:
                 continue
+            shard = self._shards[key]
             slot = shard.slot or self._pool.try_acquire(shard.spec.nbytes, holder=key)
             if slot is None:
                 continue
             self._start_reading(shard, slot, self._ahead)
             self._prefetch_count += 1
+
+    def _finish_reading(self, shard: _Shard) -> None:
+        try:
+            shard.finish_reading()
+        finally:
+            if shard.state is ShardState.ON_NVME:
+                self._away.add(shard.key)
 
     def _keep(self, shard: _Shard) -> None:
         """Keep it after its use if `max_in_cpu` allows; over that, those needed last go first."""
@@ -406,6 +418,7 @@ class PartitionedParamSwapper:
     def _evict(self, shard: _Shard) -> None:
         if self._kept.pop(shard.key, None) is not None:
             self._kept_numel -= shard.spec.numel
+        self._away.add(shard.key)
         shard.drop_slot()
 
 

@@ -8,6 +8,7 @@ thing raises. docs/design.md gives the alternatives that were tried and why they
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import weakref
 from collections.abc import Sequence
@@ -108,6 +109,9 @@ class SwappedTensor(torch.Tensor):
         """FSDP2's question before an all-gather: this rank's part, padded."""
         source: ShardSource = self.handle.source
         return (source.gather_input(self.handle.key),), None
+
+    # FSDP2 asks for it at each gather, and Python takes ten times as long to find it out.
+    fsdp_pre_all_gather.__signature__ = inspect.signature(fsdp_pre_all_gather)  # type: ignore[attr-defined]
 
     def fsdp_post_all_gather(
         self,
