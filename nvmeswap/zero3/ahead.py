@@ -70,10 +70,10 @@ class DeviceAhead:
         if 2 * self._nbytes > self._budget_nbytes:
             return
         keys = self._next_keys()
-        specs = [self._params.spec(key) for key in keys]
-        outs = [torch.empty(each.numel, dtype=each.dtype, device=self._device) for each in specs]
         if not keys:
             return
+        specs = [self._params.spec(key) for key in keys]
+        outs = [torch.empty(each.numel, dtype=each.dtype, device=self._device) for each in specs]
         versions, batch = self._copy(keys, outs)
         for key, values, version in zip(keys, outs, versions, strict=False):
             self._copies[key] = _Copy(values, version, batch)
