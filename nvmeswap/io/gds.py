@@ -16,7 +16,7 @@ from nvmeswap.io import native
 from nvmeswap.io.cuda_driver import DeviceMemory
 from nvmeswap.io.file import STRIPE_NBYTES, File, Member, open_file
 from nvmeswap.io.probe import trial_file
-from nvmeswap.io.transfer import Direction, Lane
+from nvmeswap.io.transfer import DEVICE_ALIGNMENT_NBYTES, Direction, Lane
 
 if TYPE_CHECKING:
     from nvmeswap._native import EngineHandle
@@ -78,8 +78,11 @@ def _try_folder(path: Path, memory: DeviceMemory) -> str | None:
                                 background_nbytes=_BLOCK_NBYTES, queue_depth=1, thread_count=1,
                                 fault_script=None)
     try:
-        file = open_file((Member(path),), STRIPE_NBYTES, offset_alignment_nbytes=4096,
-                         memory_alignment_nbytes=512, block_nbytes=_BLOCK_NBYTES)
+        file = open_file(
+            (Member(path),), STRIPE_NBYTES, block_nbytes=_BLOCK_NBYTES,
+            offset_alignment_nbytes=DEVICE_ALIGNMENT_NBYTES,
+            memory_alignment_nbytes=DEVICE_ALIGNMENT_NBYTES,
+        )
         try:
             return _try_transfers(engine, file, memory)
         finally:

@@ -15,7 +15,7 @@ from nvmeswap.io.file import File
 
 _is_cpu, _layout, _nbytes = map(attrgetter, ("is_cpu", "layout", "nbytes"))
 _LEAST_ADDRESS = 1 << 16  # below it Linux maps nothing; a freed storage is at 0
-DEVICE_ALIGNMENT_NBYTES = 4096
+DEVICE_ALIGNMENT_NBYTES = 4096  # cuFile moves other places in pieces (native/gds_move.c)
 _MOST_BYTES = (1 << 63) - 1  # what an offset in a file can be
 
 
