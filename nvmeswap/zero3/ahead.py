@@ -7,12 +7,14 @@ it, FSDP2 asks for it when it is needed, on the stream that computes, which woul
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from nvmeswap.swap.params import PartitionedParamSwapper
+from nvmeswap.swap.shard import ShardSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +64,11 @@ class DeviceAhead:
             if key in self._copies:
                 continue
             spec = self._params.spec(key)
-            if self._nbytes + spec.nbytes > self._budget_nbytes:
+            if self._nbytes + spec.nbytes > self._budget_nbytes or not self._params.is_ready(key):
                 return
-            values = torch.empty(spec.numel, dtype=spec.dtype, device=self._device)
+            values = self._memory_for(spec)
+            if values is None:
+                return
             with self._copying():
                 version = self._params.copy_ahead(key, values)
                 if version is None:
@@ -72,6 +76,21 @@ class DeviceAhead:
                 arrived = None if self._stream is None else self._stream.record_event()
             self._copies[key] = _Copy(values, version, arrived)
             self._nbytes += spec.nbytes
+
+    def _memory_for(self, spec: ShardSpec) -> torch.Tensor | None:
+        """None where the device has no room for it: then nothing is copied ahead any more."""
+        try:
+            return torch.empty(spec.numel, dtype=spec.dtype, device=self._device)
+        except torch.OutOfMemoryError:
+            self._clear()
+            self._budget_nbytes = 0
+            warnings.warn(
+                f"{self._device} has no room for shards that are copied to it ahead of their use, "
+                "so each is copied when it is needed, which is slower",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return None
 
     def _clear(self) -> None:
         for key in list(self._copies):
