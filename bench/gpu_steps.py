@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 _NEEDED = ("bench", "tests", "pyproject.toml")  # by the steps, beside nvmeswap itself
 _GRACE_S = 10.0  # between asking a step to end and ending it
 _RANKS_GRACE_S = 3.0  # for torchrun, when its parent has ended already
-_LEAST_S = 10.0  # a step with less is not begun
+LEAST_S = 10.0  # a step with less is not begun
 _KEPT_CHARACTERS = 4000  # of what a step that failed has printed
 
 
@@ -108,7 +108,7 @@ def _run_step(check: Check, step: Step, home: Path, folder: Path, device: str) -
     """To its end or its limit; its files are removed whatever happened."""
     found = check.begin(step.name)
     limit_s = min(step.limit_s, check.deadline_s - time.monotonic() - _GRACE_S)
-    if limit_s < _LEAST_S:
+    if limit_s < LEAST_S:
         found.update(status="skipped", reason="no time left")
         check.write()
         return

@@ -6,8 +6,12 @@ import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.io.fake_gds.programs import Programs
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -19,6 +23,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     options = [] if seed is None else [f"--hypothesis-seed={seed}"]
     tests = sorted({report.nodeid for report in failed})
     terminalreporter.line("rerun: tools/test " + " ".join([*options, *tests]))
+
+
+@pytest.fixture(scope="session")
+def fakes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
+    """Programs over a CUDA driver and a cuFile that need no GPU."""
+    from tests.io.fake_gds.programs import programs_over_fakes
+
+    with programs_over_fakes(tmp_path_factory.mktemp("fakes")) as programs:
+        yield programs
 
 
 @pytest.fixture

@@ -97,6 +97,13 @@ def test_files_are_short() -> None:
     assert long == {}
 
 
+def test_tests_that_need_a_gpu_are_found_by_gpu_check() -> None:
+    """It takes them by the names of their files."""
+    needs = re.compile(r"skipif\(\s*not torch\.cuda\.is_available")
+    others = [path for path in sources("tests") if "cuda" not in path.stem]
+    assert [path.name for path in others if needs.search(path.read_text())] == []
+
+
 @pytest.mark.parametrize("command", sorted(set(re.findall(r"(?m)^\./(\S+)", README))))
 def test_readme_commands_exist(command: str) -> None:
     assert os.access(ROOT / command, os.X_OK)

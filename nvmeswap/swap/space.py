@@ -29,7 +29,7 @@ from nvmeswap.swap.sub_group import SEGMENT_GRAIN_NUMEL
 # Pieces of a bf16 shard begin at multiples of this in its file.
 _LARGEST_ALIGNMENT_NBYTES = SEGMENT_GRAIN_NUMEL * 2
 # Each moves one block at a time, so as many as it takes to keep a drive busy.
-_GDS_THREAD_COUNT = 8
+GDS_THREAD_COUNT = 8
 _run_numbers = itertools.count()
 
 
@@ -128,7 +128,7 @@ class SwapSpace:
             block_nbytes=aio.block_size,
             background_nbytes=BACKGROUND_NBYTES * len(folders),
             queue_depth=aio.queue_depth,
-            thread_count=max(threads, _GDS_THREAD_COUNT) if self.uses_gds else threads,
+            thread_count=max(threads, GDS_THREAD_COUNT) if self.uses_gds else threads,
         )
         self.store = Store(
             folders[0],

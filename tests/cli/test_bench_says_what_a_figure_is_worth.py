@@ -226,6 +226,9 @@ def test_file_that_does_not_fit_is_told(
         ["--backend", "floppy"],
         ["--size", "64K", "--block", "128K"],
         ["--size", "64K", "--block", "64K", "--mode", "mixed"],
+        ["--device", "cuda"],
+        ["--gds"],
+        ["--device", "cuda", "--gds", "--memory", "plain"],
     ],
 )
 def test_nonsense_is_refused_before_anything_is_written(

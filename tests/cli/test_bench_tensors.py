@@ -42,10 +42,3 @@ def test_buffered_tensors_are_labelled_page_cache(
 def test_tensors_on_a_gpu_are_refused_where_there_is_none(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         main(["tensors", "--path", str(tmp_path), "--count", "4", "--device", "cuda"])
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("options", [[], ["--gds"]])
-def test_tensors_on_a_gpu_are_measured(tmp_path: Path, options: list[str]) -> None:
-    assert main(["tensors", "--path", str(tmp_path), "--count", "50", "--loops", "2", "--device",
-                 "cuda", *options]) == 0

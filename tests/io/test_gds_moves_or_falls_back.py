@@ -4,14 +4,13 @@ driver, whose device memory can't be touched but by its copies."""
 from __future__ import annotations
 
 import ctypes.util
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from nvmeswap.errors import SwapConfigError
 from nvmeswap.io import Engine
-from tests.io.fake_gds.programs import Programs, programs_over_fakes
+from tests.io.fake_gds.programs import Programs
 
 # Writes random bytes from the middle of device memory, poisons it all, and reads them back.
 ROUND_TRIP = """
@@ -42,12 +41,6 @@ with Engine(backend="gds", thread_count=4) as engine:
           engine.gds_refusal)
 assert left() == (0, 0, 1)
 """
-
-
-@pytest.fixture(scope="module")
-def fakes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
-    with programs_over_fakes(tmp_path_factory.mktemp("fakes")) as programs:
-        yield programs
 
 
 def test_cufile_moves_all_registers_once_and_leaves_nothing(
@@ -115,11 +108,10 @@ with Engine(backend="gds", thread_count=1) as engine:
 
 
 def test_without_cufile_device_memory_is_moved_all_the_same(
-    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+    fakes: Programs, tmp_path: Path
 ) -> None:
     """Else a missing package stops a run.  field case G04"""
-    with programs_over_fakes(tmp_path_factory.mktemp("fakes"), cufile=False) as only_cuda:
-        told = only_cuda.run(ONE_ENGINE, tmp_path).split(maxsplit=3)
+    told = fakes.run(ONE_ENGINE, tmp_path, cufile=None).split(maxsplit=3)
     assert "libcufile.so.0" in told[3] and told[0] == "0"
 
 
@@ -134,21 +126,21 @@ def test_without_cuda_the_backend_says_so() -> None:
 def test_registration_beyond_the_window_is_no_failure(fakes: Programs, tmp_path: Path) -> None:
     """Else the GPU's small window for drives is full, and 300 MB are not loaded.  field case G05"""
     fakes.run("""
-memory = DeviceMemory(302_000_128, 0)
-source = os.urandom(1 << 20) * 287
+memory = DeviceMemory(6_000_128, 0)
+source = os.urandom(5 << 20)
 whole = device_tensor(memory)
 tensor = whole[: len(source)]
 memory.fill(source + bytes(memory.nbytes - len(source)))
 with Engine(backend="gds", thread_count=8) as engine:
     assert engine.register_memory(whole) == memory.nbytes
-    file = engine.open(sized(folder / "a.swp", 300 << 20))
+    file = engine.open(sized(folder / "a.swp", 6 << 20))
     engine.write(file, 0, tensor).wait()
     memory.fill(b"\\xaa" * memory.nbytes)
     engine.read(file, 0, tensor).wait()
     assert memory.content() == source + b"\\xaa" * (memory.nbytes - len(source))
     assert engine.gds_refusal is None
 assert library("libcufile.so.0").fake_cufile_buffers() == 0
-""", tmp_path, cufile="limit=268435456")
+""", tmp_path, cufile="limit=4194304")
 
 
 def test_memory_mapped_piece_by_piece_is_served_too(fakes: Programs, tmp_path: Path) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from nvmeswap.io.gds import probe_gds
-from tests.io.fake_gds.programs import Programs, programs_over_fakes
+from tests.io.fake_gds.programs import Programs
 
 PROBE = """
 access = os.access
@@ -19,12 +18,6 @@ assert left() == (0, 0, 0)
 assert [path.name for path in folder.iterdir()] == ["told"]
 print(found.mode, found.reason)
 """
-
-
-@pytest.fixture(scope="module")
-def fakes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
-    with programs_over_fakes(tmp_path_factory.mktemp("fakes")) as programs:
-        yield programs
 
 
 def test_folder_that_cufile_serves_is_found(fakes: Programs, tmp_path: Path) -> None:

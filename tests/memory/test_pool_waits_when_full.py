@@ -226,28 +226,6 @@ def test_cuda_call_when_it_comes_back_to_the_pool_does_not_deadlock() -> None:
     assert pool.acquire(1, holder="next", timeout_s=0).holder == "next"
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_slot_when_a_real_gpu_copy_reads_it_is_lent_afterwards() -> None:
-    """The same with CUDA's own event and a registered arena."""
-    classes = [SlotClass(64 << 20, 1)]
-    arena = Arena(Pool.nbytes_needed(classes))
-    assert arena.memory.is_pinned()
-    pool = Pool(arena.memory, classes, name="gpu")
-    for value in range(1, 20):
-        slot = pool.acquire(1, holder=str(value), timeout_s=LONG_S)
-        slot.memory.fill_(value)
-        copied = slot.memory.to("cuda", non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        slot.release_after(event)
-        nxt = pool.acquire(1, holder="poison", timeout_s=LONG_S)
-        nxt.memory.fill_(255)
-        nxt.release()
-        assert bool((copied == value).all())
-    arena.close()
-    arena.close()
-
-
 @settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=3),

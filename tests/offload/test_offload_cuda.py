@@ -32,6 +32,7 @@ from tests.offload.runs import (
     twins,
 )
 from tests.offload.structures import STRUCTURES
+from tests.offload.test_offload_reviewed_cases import Masked
 from tests.oracle import Run
 
 pytestmark = pytest.mark.skipif(
@@ -299,3 +300,30 @@ def test_inputs_of_the_outermost_call_are_moved(manage: Manage, tier: str) -> No
     expected = copy.deepcopy(model).cuda()
     manage(model, "cuda", tier=tier)
     assert torch.equal(model(input_of(0)), expected(input_of(0).cuda()))
+
+
+def test_what_is_always_on_the_device_shares_memory_there_and_after_close(manage: Manage) -> None:
+    both = torch.randn(2 * DIM, DIM)
+    model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
+    for layer, values in zip(model, both.split(DIM), strict=True):
+        layer.weight = nn.Parameter(values)
+    manager = manage(model, "cuda", tier="cpu", trainable="resident")
+    for device in ("cuda", "cpu"):
+        assert [each.device.type for each in model.parameters()] == [device] * 4
+        storages = {layer.weight.untyped_storage().data_ptr() for layer in model}
+        assert len(storages) == 1
+        assert torch.equal(torch.cat([layer.weight for layer in model]).cpu(), both)
+        manager.close()
+
+
+def test_buffer_made_on_the_host_in_inference_mode_moves(manage: Manage) -> None:
+    model = frozen(Masked())
+    manage(model, "cuda", tier="cpu")
+    x = torch.randn(5, DIM)
+    with torch.inference_mode():
+        model(x[:1])
+        model.mask = torch.full((5, 1), 0.5)
+        numbers = model(x)
+    assert model.mask.is_cuda
+    with torch.no_grad():
+        assert torch.equal(model(x), numbers)

@@ -415,35 +415,3 @@ def test_model_that_was_converted_after_a_forward_can_be_closed(
     plain.to(torch.bfloat16)
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert ours.dtype is theirs.dtype and torch.equal(ours, theirs)
-
-
-# --- on a GPU -------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_what_is_always_on_the_device_shares_memory_there_and_after_close(manage: Manage) -> None:
-    both = torch.randn(2 * DIM, DIM)
-    model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
-    for layer, values in zip(model, both.split(DIM), strict=True):
-        layer.weight = nn.Parameter(values)
-    manager = manage(model, "cuda", tier="cpu", trainable="resident")
-    for device in ("cuda", "cpu"):
-        assert [each.device.type for each in model.parameters()] == [device] * 4
-        storages = {layer.weight.untyped_storage().data_ptr() for layer in model}
-        assert len(storages) == 1
-        assert torch.equal(torch.cat([layer.weight for layer in model]).cpu(), both)
-        manager.close()
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_buffer_made_on_the_host_in_inference_mode_moves(manage: Manage) -> None:
-    model = frozen(Masked())
-    manage(model, "cuda", tier="cpu")
-    x = torch.randn(5, DIM)
-    with torch.inference_mode():
-        model(x[:1])
-        model.mask = torch.full((5, 1), 0.5)
-        numbers = model(x)
-    assert model.mask.is_cuda
-    with torch.no_grad():
-        assert torch.equal(model(x), numbers)

@@ -15,8 +15,6 @@ from nvmeswap.swap.swapped import SwappedOptimizer
 from tests.swap.conftest import Bench
 from tests.swap.twins import ADAMW, BF16, FP32, Recipe, Twins, parameters_of
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-
 
 def swapped_over(groups: Any, folder: Path, recipe: Recipe = ADAMW, **options: Any) -> Any:
     options = {"pin_memory": False, "sub_group_size": 4096, **options}
@@ -239,52 +237,4 @@ def test_group_of_small_and_large_tensors_equals_ram(tmp_path: Path) -> None:
     twins.assert_same()
     stats = twins.swapped.stats()
     assert 0 < stats.in_ram_count < stats.sub_group_count
-    twins.swapped.close()
-
-
-# --- with a GPU -----------------------------------------------------------------------------------
-
-
-def twins_on_gpu(folder: Path, **options: Any) -> Twins:
-    params = [
-        nn.Parameter(parameter.detach().cuda())
-        for parameter in parameters_of([(37,), (90_000,), (5000,)], [FP32, BF16, torch.float16])
-    ]
-    return Twins(ADAMW, params, lambda groups: swapped_over(groups, folder, **options))
-
-
-# field cases D05, O05
-@needs_gpu
-def test_gpu_that_is_behind_gets_the_values_of_each_step(tmp_path: Path) -> None:
-    """A page-locked slot must not be written again before its copy is over, and what is queued
-    after step() must see the new values."""
-    twins = twins_on_gpu(tmp_path, buffer_count=1, pin_memory=True)
-    for step in range(4):
-        twins.backward(step)
-        twins.step_plain()
-        torch.cuda._sleep(50_000_000)
-        twins.swapped.step()
-        seen = [parameter.detach() * 1 for parameter in twins.params]
-        for value, master in zip(seen, twins.masters, strict=True):
-            assert torch.equal(value.cpu(), master.to(value.dtype))
-        twins.swapped.zero_grad()
-    twins.assert_same()
-    twins.swapped.close()
-
-
-# field case F06
-@needs_gpu
-def test_state_is_loaded_without_memory_of_the_gpu(tmp_path: Path) -> None:
-    """It goes from file to file; three times the model would not fit there."""
-    (tmp_path / "swap").mkdir()
-    twins = twins_on_gpu(tmp_path / "swap")
-    run(twins, range(2))
-    twins.swapped.save(tmp_path / "state")
-    before_nbytes = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    twins.swapped.load(tmp_path / "state")
-    largest_nbytes = max(parameter.nbytes for parameter in twins.params)
-    assert torch.cuda.max_memory_allocated() <= before_nbytes + largest_nbytes
-    run(twins, range(2, 4))
-    twins.assert_same()
     twins.swapped.close()

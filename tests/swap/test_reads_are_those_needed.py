@@ -10,10 +10,7 @@ import torch
 
 from nvmeswap.errors import SwapReadError
 from nvmeswap.io.alignment import padded_nbytes
-from nvmeswap.memory.arena import Arena
-from nvmeswap.memory.pool import Pool
 from nvmeswap.swap.optimizer import PipelinedOptimizerSwapper
-from nvmeswap.swap.param_placement import ParamPlacement
 from nvmeswap.swap.params import PartitionedParamSwapper
 from nvmeswap.swap.shard import ShardSpec
 from nvmeswap.swap.traffic import SubGroup
@@ -190,30 +187,3 @@ def test_fetch_that_fails_keeps_neither_slot_nor_lock(bench: Bench, buffer_count
     thread.start()
     thread.join(20)
     assert done == [0, 1, 2, 3]
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_copy_to_the_device_is_queued_and_not_waited_for(bench: Bench) -> None:
-    """A blocking copy leaves host and device idle in turn, though memory is pinned.
-
-    field case L01
-    """
-    specs = [ShardSpec(f"layer{index}", 8 << 20, torch.bfloat16) for index in range(4)]
-    placement = ParamPlacement(True, 0, 2, 1 << 40, 0)
-    classes = placement.slot_classes(specs)
-    arena = Arena(Pool.nbytes_needed(classes))
-    assert arena.memory.is_pinned()
-    pool = Pool(arena.memory, classes, name="pinned")
-    swapper = PartitionedParamSwapper(specs, placement, store=bench.store, pool=pool, timeout_s=20)
-    fill(swapper, specs)
-    outs = [torch.full((spec.numel,), -7, dtype=spec.dtype, device="cuda") for spec in specs]
-    torch.cuda.synchronize()
-    torch.cuda._sleep(10**10)  # seconds of work, behind which the copy has to wait
-    swapper.fetch(specs[0].key, outs[0])
-    assert not torch.cuda.current_stream().query()
-    torch.cuda.synchronize()
-    for index in range(4):
-        swapper.fetch(specs[index].key, outs[index])
-    torch.cuda.synchronize()
-    assert all(bool((out == index).all()) for index, out in enumerate(outs))
-    arena.close()

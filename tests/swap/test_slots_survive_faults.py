@@ -143,7 +143,7 @@ def test_transfers_that_come_late_and_in_pieces_lose_nothing(
             swapper.swap_in("unknown")
 
 
-@pytest.mark.parametrize("at", [1, 2, 4])
+@pytest.mark.parametrize("at", [1, 4])
 @pytest.mark.parametrize("direction", ["write", "read"])
 def test_transfer_that_never_ends_is_a_timeout_and_its_slot_comes_back(
     open_swapper: Open, direction: str, at: int
@@ -152,7 +152,7 @@ def test_transfer_that_never_ends_is_a_timeout_and_its_slot_comes_back(
     swapper, engine = open_swapper(timeout_s=0.3)
     tensors, new = values(4), values(5)
     swapper.swap_out_many(tensors)
-    for _ in range(4):
+    for _ in range(staging.SLOTS.count + 1):
         engine.inject(f"{direction} {at} never")
         with pytest.raises(SwapTimeoutError):
             if direction == "write":

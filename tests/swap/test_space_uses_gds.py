@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 
 from nvmeswap.config import AioConfig, SwapBlock
 from nvmeswap.swap.tensors import TensorSwapper
-from tests.io.fake_gds.programs import Programs, programs_over_fakes
+from tests.io.fake_gds.programs import Programs
 
 SWAP = """
 import warnings
@@ -28,12 +27,6 @@ assert [each.category for each in told] == [RuntimeWarning] * len(told)
 print(space.uses_gds, space.engine.backend == "gds", len(told), *(each.message for each in told))
 space.close()
 """
-
-
-@pytest.fixture(scope="module")
-def fakes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
-    with programs_over_fakes(tmp_path_factory.mktemp("fakes")) as programs:
-        yield programs
 
 
 def test_space_takes_the_backend_where_cufile_works(fakes: Programs, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -383,3 +385,9 @@ def test_update_that_broke_has_changed_nothing(
             optimizer.step()
         finals.append([*params, *(optimizer.read_state(p, "momentum_buffer") for p in params)])
     assert all(map(torch.equal, *finals))
+
+
+def test_import_leaves_cuda_alone() -> None:
+    """A script forks its data loaders before the first use of the GPU."""
+    code = "import torch, nvmeswap, nvmeswap.zero3; assert not torch.cuda.is_initialized()"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

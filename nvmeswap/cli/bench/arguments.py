@@ -125,6 +125,7 @@ def _add_io(parser: argparse.ArgumentParser) -> None:
                         help="mixed reads and writes as much, at a time")
     parser.add_argument("--pattern", choices=["sequential", "random"], default="sequential",
                         help="order of the blocks")
+    _add_device(parser)
 
 
 def _add_sweep(parser: argparse.ArgumentParser) -> None:
@@ -149,7 +150,12 @@ def _add_tensors(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nbytes", type=size, default="64K", help="of each")
     parser.add_argument("--order", choices=["random", "stored"], default="random",
                         help="in which they are asked for")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where they are")
+    _add_device(parser)
+
+
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu",
+                        help="whose memory is moved")
     parser.add_argument("--gds", action="store_true",
                         help="by GPUDirect Storage, where it can be had")
 
@@ -180,12 +186,23 @@ def _conflict(options: argparse.Namespace) -> str | None:
     for path in (options.json, drawn, getattr(options, "trace", None)):
         if path is not None and not path.absolute().parent.is_dir():
             return f"{path} can't be written: its folder is missing"
-    if options.command == "tensors" and options.device == "cuda" and not torch.cuda.is_available():
+    if getattr(options, "device", None) == "cuda" and not torch.cuda.is_available():
         return "--device cuda: torch finds no GPU"
     if options.command in ("tensors", "optimizer"):
         return None
+    if options.command == "io" and (conflict := _conflict_of_device(options)):
+        return conflict
     largest = max(options.blocks) if options.command == "sweep" else options.block
     least = 2 if options.command == "io" and options.mode == "mixed" else 1
     if options.size < least * largest:
         return f"--size {options.size} is less than {least} x {largest}, the size of a block"
+    return None
+
+
+def _conflict_of_device(options: argparse.Namespace) -> str | None:
+    """`io` has no slots between a GPU and an engine: one backend moves its memory, and no other."""
+    if options.gds != (options.device == "cuda"):
+        return "--device cuda and --gds go together (`tensors --device cuda` goes through the host)"
+    if options.gds and (options.backend != "auto" or options.memory == "plain"):
+        return "--gds is a backend of its own, for registered memory"
     return None

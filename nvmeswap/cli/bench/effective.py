@@ -25,7 +25,8 @@ def folder_facts(probe: FolderProbe, device: Device) -> dict[str, Any]:
 
 
 def session_facts(session: Session) -> dict[str, Any]:
-    """What the session's transfers were. `aligned`: none went through a bounce buffer."""
+    """What the session's transfers were. `aligned`: none went through a bounce buffer. Of a GPU's
+    memory: moved by cuFile, or not, and why not."""
     stats = session.stats()
     buffered_nbytes = stats.read_buffered_nbytes + stats.write_buffered_nbytes
     return {
@@ -37,4 +38,7 @@ def session_facts(session: Session) -> dict[str, Any]:
         "register_s": session.register_s,
         "aligned": stats.bounced_nbytes == 0,
         "bounced_nbytes": stats.bounced_nbytes,
+        "gpudirect_nbytes": stats.gpudirect_nbytes,
+        "device_bounced_nbytes": stats.device_bounced_nbytes,
+        "gds_refusal": session.gds_refusal,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from nvmeswap.cli.bench.report import (
 from nvmeswap.cli.bench.trial import Memory, TrialFile
 from nvmeswap.io.engine import DirectMode
 from nvmeswap.io.probe import probe_folder
+from nvmeswap.swap.space import GDS_THREAD_COUNT
 
 
 def run(options: argparse.Namespace, folder: Path, console: Console) -> None:
@@ -55,12 +57,16 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     probe = probe_folder(folder, backend=options.backend, direct=direct)
     device = device_of(folder)
     setting = Setting(probe.backend, options.block, options.depth, options.threads)
+    if options.gds:
+        threads = max(options.threads, GDS_THREAD_COUNT)
+        setting = replace(setting, backend="gds", thread_count=threads)
     nbytes = options.size // options.block * options.block
     file = TrialFile(folder, nbytes, probe)
     is_registered = options.memory == "registered"
-    with Memory(memory_nbytes(setting, nbytes), registered=is_registered) as memory, Session(
-        file, setting, memory, direct
-    ) as session:
+    wanted_nbytes = memory_nbytes(setting, nbytes)
+    with Memory(
+        wanted_nbytes, registered=is_registered, device=options.device
+    ) as memory, Session(file, setting, memory, direct) as session:
         passes = [session.run(mode, pattern) for _ in range(options.loops)]
         latency = session.block_latency(mode, pattern)
         facts = session_facts(session)
@@ -72,6 +78,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "block_p50_s": latency.p50_s,
         "block_p99_s": latency.p99_s,
         **folder_facts(probe, device),
+        "backend": setting.backend,
         **facts,
         "labels": labels(
             buffered_nbytes=facts["buffered_nbytes"],

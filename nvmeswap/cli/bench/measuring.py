@@ -133,6 +133,10 @@ class Session:
     def stats(self) -> EngineStats:
         return self._engine.stats()
 
+    @property
+    def gds_refusal(self) -> str | None:
+        return self._engine.gds_refusal
+
     def close(self) -> None:
         self._file.close()
         self._engine.close()

@@ -61,10 +61,15 @@ def session_rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
         memory = f"{facts['registered_nbytes']:_} bytes registered in {facts['register_s']:.3f} s"
     bounced = "" if facts["aligned"] else f", {facts['bounced_nbytes']:_} bytes were copied: " \
         "not aligned"
-    return [
+    rows = [
         ("bytes", f"{facts['direct_nbytes']:_} direct, {facts['buffered_nbytes']:_} buffered"),
         ("memory", memory + bounced),
     ]
+    if facts["gpudirect_nbytes"] or facts["device_bounced_nbytes"]:
+        why = f" ({facts['gds_refusal']})" if facts["gds_refusal"] else ""
+        rows.append(("GPU", f"{facts['gpudirect_nbytes']:_} bytes by cuFile, "
+                            f"{facts['device_bounced_nbytes']:_} through host memory{why}"))
+    return rows
 
 
 def write_json(path: Path | None, content: Mapping[str, Any]) -> None:

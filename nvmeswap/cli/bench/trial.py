@@ -13,6 +13,7 @@ from nvmeswap.errors import SwapSpaceError
 from nvmeswap.io.engine import Engine
 from nvmeswap.io.probe import FolderProbe
 from nvmeswap.memory.arena import Arena
+from nvmeswap.memory.device_arena import DeviceArena
 
 _FILE_NAME = "bench.swp"
 _PIECE_NBYTES = 64 << 20  # arbitrary
@@ -21,15 +22,17 @@ _PIECE_NBYTES = 64 << 20  # arbitrary
 class Memory:
     """What is written from and read into, filled with random bytes.
 
-    `registered`: an arena as the swappers use it (on 2 MiB pages), to be registered with the
-    backend; else an ordinary tensor, as most callers have.
+    `registered`: an arena as the swappers use it (on 2 MiB pages, or on the GPU that `device`
+    names), to be registered with the backend; else an ordinary tensor, as most callers have.
     """
 
-    def __init__(self, nbytes: int, *, registered: bool) -> None:
+    def __init__(self, nbytes: int, *, registered: bool, device: str = "cpu") -> None:
         self.registered = registered
-        self._arena = Arena(nbytes, pin_memory=False) if registered else None
+        self._arena = _arena(nbytes, device) if registered else None
         self.tensor = self._arena.memory if self._arena else torch.empty(nbytes, dtype=torch.uint8)
         self.tensor[: nbytes // 8 * 8].view(torch.int64).random_()
+        if self.tensor.is_cuda:
+            torch.cuda.current_stream().synchronize()  # the engine knows nothing of streams
 
     def close(self) -> None:
         self.tensor = torch.empty(0, dtype=torch.uint8)
@@ -86,6 +89,12 @@ class TrialFile:
                 piece = memory.tensor[: min(piece_nbytes, self.nbytes - offset)]
                 engine.write(file, offset, piece).wait()
             file.close()
+
+
+def _arena(nbytes: int, device: str) -> Arena | DeviceArena:
+    if device == "cpu":
+        return Arena(nbytes, pin_memory=False)
+    return DeviceArena(nbytes, torch.device(device))
 
 
 def _allocate(path: Path, nbytes: int) -> None:

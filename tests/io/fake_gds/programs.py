@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,14 +35,20 @@ TIMEOUT_S = 120
 class Programs:
     """Runs each in a process of its own, forked from one that has imported torch already."""
 
-    def __init__(self, server: subprocess.Popen[str]) -> None:
+    def __init__(self, server: subprocess.Popen[str], cuda: str, cufile: str) -> None:
         self._server = server
+        self._cuda = cuda
+        self._cufile = cufile
 
-    def run(self, program: str, folder: Path, *, cuda: str = "", cufile: str = "") -> str:
-        """What the program prints; `cuda` and `cufile` are the fakes' scripts. Fails with what the
-        program says when it fails."""
+    def run(self, program: str, folder: Path, *, cuda: str = "", cufile: str | None = "") -> str:
+        """What the program prints; `cuda` and `cufile` are the fakes' scripts (None: there is no
+        cuFile). Fails with what the program says when it fails."""
         assert self._server.stdin and self._server.stdout
-        task = {"program": program, "folder": str(folder), "FAKE_CUDA": cuda, "FAKE_CUFILE": cufile}
+        task = {
+            "program": program, "folder": str(folder), "FAKE_CUDA": cuda,
+            "FAKE_CUFILE": cufile or "",
+            "libraries": [self._cuda] if cufile is None else [self._cuda, self._cufile],
+        }
         print(json.dumps(task), file=self._server.stdin, flush=True)
         answer = json.loads(self._server.stdout.readline())
         assert answer["status"] == 0, answer["told"] or answer["status"]
@@ -50,24 +56,24 @@ class Programs:
 
 
 @contextmanager
-def programs_over_fakes(folder: Path, *, cufile: bool = True) -> Iterator[Programs]:
+def programs_over_fakes(folder: Path) -> Iterator[Programs]:
     """Builds the fakes in the folder. Skips without a compiler, or with the real libraries."""
     if torch.version.cuda is not None:
         pytest.skip("this torch has loaded the real libraries")
     compiler = shutil.which("cc") or pytest.skip("no C compiler")
     libraries: list[str] = []
-    for name, source in (("libcuda.so.1", "cuda.c"), ("libcufile.so.0", "cufile.c"))[: 1 + cufile]:
+    for name, source in (("libcuda.so.1", "cuda.c"), ("libcufile.so.0", "cufile.c")):
         command = [compiler, "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror",
                    f"-Wl,-soname,{name}", str(HERE / source), *libraries, "-o", str(folder / name)]
         subprocess.run(command, check=True)
         libraries.append(str(folder / name))
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.io.fake_gds.programs", *libraries], cwd=ROOT, text=True,
+        [sys.executable, "-m", "tests.io.fake_gds.programs"], cwd=ROOT, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     ) as server:
         try:
-            yield Programs(server)
+            yield Programs(server, *libraries)
         finally:
             server.kill()
 
@@ -75,23 +81,23 @@ def programs_over_fakes(folder: Path, *, cufile: bool = True) -> Iterator[Progra
 # --- in the server -------------------------------------------------------------------------------
 
 
-def serve(libraries: Sequence[str]) -> None:
+def serve() -> None:
     for line in sys.stdin:
         task = json.loads(line)
         told = Path(task["folder"]) / "told"
         pid = os.fork()
         if pid == 0:
-            os._exit(_run(task, libraries, told))
+            os._exit(_run(task, told))
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         print(json.dumps({"status": status, "told": told.read_text()}), flush=True)
 
 
-def _run(task: dict[str, Any], libraries: Sequence[str], told: Path) -> int:
+def _run(task: dict[str, Any], told: Path) -> int:
     with told.open("w") as file:
         for fd in (1, 2):
             os.dup2(file.fileno(), fd)
     os.environ |= {name: task[name] for name in ("FAKE_CUDA", "FAKE_CUFILE")}
-    for name in libraries:
+    for name in task["libraries"]:
         ctypes.CDLL(name)  # whoever asks for it by its name alone gets this one
     names = globals() | {"folder": Path(task["folder"]), "library": ctypes.CDLL}
     try:
@@ -128,4 +134,4 @@ def left() -> tuple[int, int, int]:
 
 FOR_PROGRAMS = (DeviceMemory, Engine, SwapError, TensorSwapper, probe_gds)  # by their names
 if __name__ == "__main__":
-    serve(sys.argv[1:])
+    serve()
