@@ -77,6 +77,7 @@ class TensorSwapper:
             swap=swap or SwapBlock(),
             aio=aio or AioConfig(),
             pin_memory=False,
+            moves_gpu_tensors=True,
         )
         if reserve_nbytes:
             try:

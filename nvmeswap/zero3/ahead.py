@@ -69,21 +69,36 @@ class DeviceAhead:
             values = self._memory_for(spec)
             if values is None:
                 return
-            with self._copying():
-                version = self._params.copy_ahead(key, values)
-                if version is None:
+            try:
+                copy = self._copy(key, values)
+                if copy is None:
                     return
-                arrived = None if self._stream is None else self._stream.record_event()
-            self._copies[key] = _Copy(values, version, arrived)
+                self._copies[key] = copy
+            except BaseException:  # Ctrl-C: the memory is not to be another's before it is written
+                if self._stream is not None:
+                    torch.cuda.current_stream().wait_stream(self._stream)
+                raise
             self._nbytes += spec.nbytes
+
+    def _copy(self, key: str, values: torch.Tensor) -> _Copy | None:
+        with self._copying():
+            version = self._params.copy_ahead(key, values)
+            if version is None:
+                return None
+            arrived = None if self._stream is None else self._stream.record_event()
+        return _Copy(values, version, arrived)
+
+    def close(self) -> None:
+        """Drop all copies and make no more. May be repeated."""
+        self._clear()
+        self._budget_nbytes = 0
 
     def _memory_for(self, spec: ShardSpec) -> torch.Tensor | None:
         """None where the device has no room for it: then nothing is copied ahead any more."""
         try:
             return torch.empty(spec.numel, dtype=spec.dtype, device=self._device)
         except torch.OutOfMemoryError:
-            self._clear()
-            self._budget_nbytes = 0
+            self.close()
             warnings.warn(
                 f"{self._device} has no room for shards that are copied to it ahead of their use, "
                 "so each is copied when it is needed, which is slower",
