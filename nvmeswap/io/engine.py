@@ -257,7 +257,7 @@ class Engine:
             return None
         if not self._is_refusal_told:
             self._is_refusal_told = True
-            warnings.warn("GPUDirect Storage is not used any more, and memory of a GPU goes through "
+            warnings.warn("GPUDirect Storage is not used any more; memory of a GPU goes through "
                           f"the host's: {refusal}", RuntimeWarning, stacklevel=2)
         return refusal
 
