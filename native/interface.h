@@ -108,10 +108,10 @@ int nvs_engine_submit(nvs_engine *engine, nvs_file *file, int32_t direction, int
 /* Drops what has not gone to the drive; the request is finished once the rest has landed. */
 int nvs_engine_cancel(nvs_engine *engine, nvs_request *request);
 
-/* Pins memory for cheaper transfers (backend gds: makes device memory known, and no other), in pieces as large as memlock lets through. Returns how many
- * bytes from the start were registered: fewer than asked, or none, is no failure; the rest is moved
- * as any memory. It must stay mapped until it is unregistered or the engine is closed. Blocks while
- * the kernel pins: some ms a GiB. */
+/* Pins memory for cheaper transfers, in pieces as large as memlock lets through. (The backend gds makes
+ * device memory known, and no other.) Returns how many bytes from the start were registered: fewer than
+ * asked, or none, is no failure; the rest is moved as any memory. It must stay mapped until it is
+ * unregistered or the engine is closed. Blocks while the kernel pins: some ms a GiB. */
 int64_t nvs_engine_register_memory(nvs_engine *engine, void *memory, uint64_t nbytes);
 
 /* Of all pieces within these bytes, when no transfer uses them. */

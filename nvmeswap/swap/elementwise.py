@@ -268,8 +268,9 @@ class ElementwiseOptimizer:
                     cause="state that is swapped is updated outside of graphs",
                     fix=f"leave {name} out",
                 )
+        proved = self._try(options, PROOF_SHAPE)
         # Some classes treat matrices and convolutions' weights each in a way of their own.
-        proved, _ = self._try(options, PROOF_SHAPE), self._try(options, (*PROOF_SHAPE, 1, 1))
+        self._try(options, (*PROOF_SHAPE, 1, 1))
         return proved
 
     def _try(self, options: dict[str, Any], shape: tuple[int, ...]) -> Proved:

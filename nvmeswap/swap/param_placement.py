@@ -1,4 +1,4 @@
-"""Which parameter shards go to NVMe, and how much host memory serves them."""
+"""What is decided of parameter shards before any is moved; `nvmeswap plan` asks the same."""
 
 from __future__ import annotations
 

@@ -73,7 +73,8 @@ class Proof:
         dense = {"the parameter": whole, **{name: state[name] for name in names}}
         for label, value in dense.items():
             if not _has_bits_of(value.reshape(-1), pieces.pop(label)):
-                refuse(self._class, 
+                refuse(
+                    self._class,
                     "it is not elementwise",
                     f"{label} differs between a parameter stepped whole and stepped in pieces",
                 )
@@ -103,8 +104,10 @@ class Proof:
             try:
                 self._step(optimizer)
             except Exception as error:
-                refuse(self._class, 
-                    "its step() failed on a dense gradient", f"{type(error).__name__}: {error}"
+                refuse(
+                    self._class,
+                    "its step() failed on a dense gradient",
+                    f"{type(error).__name__}: {error}",
                 )
             names.append(self._dense_names(optimizer.state[parameter], first.shape))
             marks.append([_plain(vars(optimizer)), _plain(optimizer.param_groups[0])])
@@ -123,7 +126,8 @@ class Proof:
                 names.append(name)
             elif not (value.numel() == 1 if is_tensor else _is_plain(value)):
                 what = f"{value.dtype} of {tuple(value.shape)}" if is_tensor else type(value)
-                refuse(self._class, 
+                refuse(
+                    self._class,
                     f"its state {name} is neither a scalar nor fp32 of the parameter's shape",
                     f"for a parameter of {tuple(shape)} it is {what}",
                 )
@@ -155,7 +159,6 @@ class Proof:
                 )
         plain = [_plain(after) for after in scalars if after is not None]
         return {"the parameter": master, **states, "scalars": plain}
-
 
 
 def refuse(optimizer_class: type[Optimizer], why: str, cause: str | None = None) -> NoReturn:

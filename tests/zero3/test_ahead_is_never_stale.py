@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
 import torch
 
 from nvmeswap.memory.arena import Arena
@@ -15,21 +19,30 @@ NUMEL = 1000
 KEYS = [f"layer {index}" for index in range(6)]
 
 
-def swapper() -> PartitionedParamSwapper:
+@contextmanager
+def swapper() -> Iterator[PartitionedParamSwapper]:
     """In host memory, each shard full of its number, with one step behind it."""
     specs = [ShardSpec(key, NUMEL, torch.float32) for key in KEYS]
     placement = ParamPlacement(
         on_nvme=False, min_swap_nbytes=0, buffer_count=1, largest_slot_numel=NUMEL, max_in_cpu=0
     )
     classes = placement.slot_classes(specs)
-    pool = Pool(Arena(Pool.nbytes_needed(classes)).memory, classes, name="parameters")
+    arena = Arena(Pool.nbytes_needed(classes))
+    pool = Pool(arena.memory, classes, name="parameters")
     params = PartitionedParamSwapper(specs, placement, store=None, pool=pool, timeout_s=5)
     for number, key in enumerate(KEYS):
         params.write(key, torch.full((NUMEL,), float(number)))
     for key in KEYS:
         params.fetch(key, torch.empty(NUMEL))
     params.end_step()
-    return params
+    yield params
+    arena.close()
+
+
+@pytest.fixture
+def params() -> Iterator[PartitionedParamSwapper]:
+    with swapper() as made:
+        yield made
 
 
 def fetch(params: PartitionedParamSwapper, ahead: DeviceAhead, key: str) -> tuple[float, bool]:
@@ -43,8 +56,7 @@ def fetch(params: PartitionedParamSwapper, ahead: DeviceAhead, key: str) -> tupl
     return values[0].item(), was_ahead
 
 
-def test_all_but_the_first_are_ahead_within_the_budget() -> None:
-    params = swapper()
+def test_all_but_the_first_are_ahead_within_the_budget(params: PartitionedParamSwapper) -> None:
     ahead = DeviceAhead(params, torch.device("cpu"), 2 * 4 * NUMEL)
     for _ in range(3):
         got = [fetch(params, ahead, key) for key in KEYS]
@@ -52,8 +64,7 @@ def test_all_but_the_first_are_ahead_within_the_budget() -> None:
         params.end_step()
 
 
-def test_what_was_updated_meanwhile_is_fetched_anew() -> None:
-    params = swapper()
+def test_what_was_updated_meanwhile_is_fetched_anew(params: PartitionedParamSwapper) -> None:
     ahead = DeviceAhead(params, torch.device("cpu"), 1 << 20)
     assert fetch(params, ahead, KEYS[0]) == (0.0, False)
     params.update(KEYS[2], NUMEL - 1, torch.full((1,), 2.0))
@@ -62,8 +73,7 @@ def test_what_was_updated_meanwhile_is_fetched_anew() -> None:
     assert got == [(1.0, True), (2.0, False), (7.0, False), (4.0, True), (5.0, True)]
 
 
-def test_a_wrong_plan_costs_time_only() -> None:
-    params = swapper()
+def test_a_wrong_plan_costs_time_only(params: PartitionedParamSwapper) -> None:
     ahead = DeviceAhead(params, torch.device("cpu"), 3 * 4 * NUMEL)
     for order in ([5, 0, 0, 3], [1, 2], [4, 4, 4], [0, 1, 2, 3, 4, 5]):
         got = [fetch(params, ahead, KEYS[n])[0] for n in order]
