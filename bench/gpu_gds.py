@@ -94,9 +94,11 @@ def _tell_how(name: str, swapped: SwappedTensors) -> None:
     refusal = getattr(engine, "gds_refusal", None)
     if refusal is not None:
         note(f"{name}: cuFile was given up: {refusal}")
-    stats = engine.stats() if engine is not None else None
-    detail(f"{name}_moved", {key: getattr(stats, key, None)
-                             for key in ("gpudirect_nbytes", "device_bounced_nbytes")})
+    if engine is None:
+        return
+    stats = engine.stats()
+    moved_nbytes = stats.gpudirect_nbytes + stats.device_bounced_nbytes
+    figure(f"{name}_share_by_cufile", stats.gpudirect_nbytes / max(1, moved_nbytes), target=1.0)
 
 
 def main(given: Options) -> None:

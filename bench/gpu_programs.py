@@ -1,8 +1,5 @@
-"""Tests' training programs on a GPU: swapped, and in RAM in two ways.
-
-`offloaded`: FSDP2's own offload to the CPU, where torch's AdamW updates; `resident`: everything on
-the GPU. Which of them a swapped run equals bit for bit depends on where it updates.
-"""
+"""Tests' training programs on GPUs: swapped, and with FSDP2's own offload to the CPU, where torch's
+AdamW updates. (On one GPU tests/zero3/test_programs_on_cuda.py has them all.)"""
 
 from __future__ import annotations
 
@@ -11,16 +8,13 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.checkpoint import checkpoint
 
-import nvmeswap.zero3
 from tests.oracle import Run, first_difference
 from tests.zero3 import programs
 from tests.zero3.loops import Accumulation, AccumulationWithoutSyncInBf16
@@ -71,39 +65,21 @@ class Runs:
     kind: type[Program]
     device: str
 
-    def swapped(self, nvme_path: Path, **block: Any) -> Run:
-        """With everything on NVMe; `block` are settings of "nvmeswap"."""
-        program = self._program(offloads=False)
-        model, mesh = programs.sharded(program)
-        config = programs.config(program, nvme_path)
-        config["nvmeswap"].update(block)
-        model, optimizer = nvmeswap.zero3.shard(model, config, mesh)
-        try:
-            return _on_cpu(programs._train(program, model, optimizer))
-        finally:
-            optimizer.close()
+    def swapped(self, nvme_path: Path) -> Run:
+        """With everything on NVMe, updated on the host."""
+        return programs.run_swapped(self._program(), nvme_path, buffer_count=2)
 
     def offloaded(self) -> Run:
-        return _on_cpu(programs.run_in_ram(self._program(offloads=self.device == "cuda")))
+        program = self._program()
+        if self.device == "cuda":
+            program.offload = CPUOffloadPolicy()
+        return programs.run_in_ram(program)
 
-    def resident(self) -> Run:
-        return _on_cpu(programs.run_in_ram(self._program(offloads=False)))
-
-    def _program(self, *, offloads: bool) -> Program:
-        device = self.device
-
-        class Placed(self.kind):  # type: ignore[name-defined,misc]
-            clips = False  # torch sums its norm on another device than ours
-
-            def mesh(self) -> DeviceMesh:
-                return init_device_mesh(device, (dist.get_world_size(),))
-
-            def fully_shard(self, module: Any, mesh: DeviceMesh, **options: Any) -> None:
-                if offloads:
-                    options["offload_policy"] = CPUOffloadPolicy()
-                super().fully_shard(module, mesh, **options)
-
-        return Placed()
+    def _program(self) -> Program:
+        program = self.kind()
+        program.device = self.device
+        program.clips = False  # torch sums its norm on another device than ours
+        return program
 
 
 def begin(device: str) -> None:
@@ -122,7 +98,3 @@ def difference(ours: Callable[[], Run], reference: Callable[[], Run]) -> str | N
     except Exception as error:
         traceback.print_exc()
         return f"{type(error).__name__}: {error}"
-
-
-def _on_cpu(run: Run) -> Run:
-    return Run(run.losses, {name: each.cpu() for name, each in run.weights.items()})

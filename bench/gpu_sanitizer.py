@@ -60,7 +60,9 @@ def main(given: Options) -> None:
         else:
             finished = "zero3: done" in output
             figure(f"sanitizer_{name}_errors", count, at_most=True,
-                   target=0 if name == "memcheck" and finished else None)
+                   target=0 if name == "memcheck" else None)
+            if not finished:
+                figure(f"sanitizer_{name}_finished", 0.0, target=1.0)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,17 @@ void gds_refuse(struct gds *gds, const char *format, ...)
     atomic_store(&gds->refused, true);
 }
 
+void gds_fail(struct gds *gds, const char *call, int code)
+{
+    if (atomic_exchange(&gds->failing, true))
+        return;
+    bool refused = atomic_load(&gds->refused);
+    snprintf(gds->failure, sizeof gds->failure, "%s%s%s failed with CUresult %d",
+             refused ? gds->refusal : "", refused ? "; then " : "", call, code);
+    gds_refuse(gds, "%s failed with CUresult %d", call, code);
+    atomic_store(&gds->failed, true);
+}
+
 static void gds_free(struct gds *gds)
 {
     pthread_mutex_destroy(&gds->lock);
@@ -189,7 +200,7 @@ static void gds_report(void *state, struct device_report *report)
     struct gds *gds = state;
     report->gpudirect_nbytes = gds->cufile_nbytes;
     report->bounced_nbytes = gds->bounced_nbytes;
-    report->refusal = gds->refused ? gds->refusal : NULL;
+    report->refusal = gds->failed ? gds->failure : gds->refused ? gds->refusal : NULL;
 }
 
 static void gds_close(void *state)

@@ -46,6 +46,8 @@ struct gds {
     atomic_bool refusing;                /* somebody writes the refusal */
     atomic_bool refused;                 /* it is written, and cuFile is not asked any more */
     char refusal[DEVICE_REFUSAL_NBYTES];
+    atomic_bool failing, failed; /* likewise of CUDA itself; then `failure` tells both */
+    char failure[2 * DEVICE_REFUSAL_NBYTES];
     atomic_uint_fast64_t cufile_nbytes;
     atomic_uint_fast64_t bounced_nbytes;
     atomic_uint region_count; /* of slots that have been in use */
@@ -57,6 +59,9 @@ struct gds {
 
 /* The first refusal is kept, and ends the use of cuFile. Any thread. */
 __attribute__((format(printf, 2, 3))) void gds_refuse(struct gds *gds, const char *format, ...);
+
+/* A failure of CUDA itself, which leaves nothing to fall back to. The first is kept. Any thread. */
+void gds_fail(struct gds *gds, const char *call, int code);
 
 /* A workers_move; `context` is the struct gds. */
 void gds_move(void *context, uint32_t number, struct backend_op *op);

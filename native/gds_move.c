@@ -96,10 +96,9 @@ static void *context_of(struct gds *gds, const struct backend_op *op, bool *suit
 
 /* --- a thread and CUDA -------------------------------------------------------------------------- */
 
-/* A failure of CUDA itself, which leaves nothing to fall back to. */
 static int fail(struct gds *gds, const char *call, int code)
 {
-    gds_refuse(gds, "%s failed with CUresult %d", call, code);
+    gds_fail(gds, call, code);
     return -EFAULT;
 }
 

@@ -198,8 +198,9 @@ class AioConfig(Block):
     use_gds: bool = Field(
         default=False,
         description=(
-            "Move memory of a GPU by cuFile (GPUDirect Storage), and that of the host by threads. "
-            "Where cuFile does not work a warning says why, and nothing is different."
+            "Let TensorSwapper move tensors on a GPU by cuFile (GPUDirect Storage), and others by "
+            "threads. Where cuFile does not work a warning says why, and nothing is different; "
+            "elsewhere it has no effect, and a warning says so."
         ),
     )
 

@@ -99,6 +99,7 @@ class Engine:
             queue_depth=queue_depth, thread_count=thread_count, fault_script=fault_script,
         )
         self._accepting = True
+        self._is_refusal_told = False
         # The handle is used under it, and only while accepting. Reentrant: the collector may drop a
         # DeepSpeed handle, which unregisters memory, while this thread submits.
         self._lock = threading.RLock()
@@ -249,6 +250,16 @@ class Engine:
         with self._lock:
             self._require_open()
             return native.gds_refusal(self._handle)
+
+    def told_refusal(self) -> str | None:
+        """For request.py: `gds_refusal`, which is told in one warning."""
+        if not self._accepting or (refusal := self.gds_refusal) is None:
+            return None
+        if not self._is_refusal_told:
+            self._is_refusal_told = True
+            warnings.warn("GPUDirect Storage is not used any more; memory of a GPU goes through "
+                          f"the host's: {refusal}", RuntimeWarning, stacklevel=2)
+        return refusal
 
     def inject(self, fault_script: str) -> None:
         """For tests: replace the script of an engine opened with `fault_script` or as "fault".

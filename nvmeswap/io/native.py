@@ -176,8 +176,8 @@ def engine_counters(handle: EngineHandle) -> dict[str, int]:
 
 def gds_refusal(handle: EngineHandle) -> str | None:
     """Why cuFile is not used any more; None while it is, and without it."""
-    reason = ffi.new("char[]", _REASON_NBYTES)
-    code = lib.nvs_engine_gds_refusal(handle, reason, _REASON_NBYTES)
+    reason = ffi.new("char[]", 2 * _REASON_NBYTES)
+    code = lib.nvs_engine_gds_refusal(handle, reason, 2 * _REASON_NBYTES)
     if not _check(code, "reading a refusal"):
         return None
     return ffi.string(reason).decode(errors="replace")
@@ -295,10 +295,10 @@ def wait_request(handle: RequestHandle, timeout_s: float | None) -> list[Failure
 
 def transfer_error(
     failure: Failure, *, is_write: bool, paths: Sequence[Path], member: int,
-    member_offset_bytes: int, offset_bytes: int, nbytes: int,
+    member_offset_bytes: int, offset_bytes: int, nbytes: int, gpu_refusal: str | None,
 ) -> SwapError:
     """The error that a failed piece raises. Of a striped file it names the member that failed, and
-    where in it."""
+    where in it. `gpu_refusal`: what cuFile or CUDA has refused, of a transfer of a GPU's memory."""
     if failure.status == lib.NVS_ERROR_CANCELLED:
         return SwapCancelledError(
             "a transfer was cancelled", path=paths[0], offset_bytes=offset_bytes,
@@ -315,6 +315,9 @@ def transfer_error(
         others = ", ".join(str(each) for each in paths if each != path)
     if failure.tries > 1:
         cause += f", after {failure.tries} tries"
+    state = "`dmesg` for the drive's state"
+    if gpu_refusal is not None and code == errno.EFAULT:
+        cause, state = f"{cause}: {gpu_refusal}", "`nvidia-smi` for the GPU's state"
     if is_write and code in (errno.ENOSPC, errno.EDQUOT):
         return SwapSpaceError(
             f"{nbytes:_} bytes were not written: no space",
@@ -329,14 +332,14 @@ def transfer_error(
             path=path, offset_bytes=offset_bytes, wanted_nbytes=nbytes,
             got_nbytes=failure.done_nbytes, errno=code, cause=cause,
             intact="the source in memory" + (others and f"; {others}"),
-            fix="see `dmesg` for the drive's state; retry, or use another folder",
+            fix=f"see {state}; retry, or use another folder",
         )
     return SwapReadError(
         f"{nbytes:_} bytes were not read",
         path=path, offset_bytes=offset_bytes, wanted_nbytes=nbytes,
         got_nbytes=failure.done_nbytes, errno=code, cause=cause,
         intact=others or None,
-        fix="see `dmesg` for the drive's state; retry, or resume from a checkpoint"
+        fix=f"see {state}; retry, or resume from a checkpoint"
         + (others and " without this drive"),
     )
 

@@ -46,6 +46,7 @@ class Request:
         self._pieces = pieces
         self._held: tuple[Engine, Sequence[torch.Tensor]] | None = (engine, buffers)
         self._failures: list[native.Failure] | None = None
+        self._refusal: str | None = None  # of cuFile or CUDA, if it moved memory of a GPU
 
     @property
     def began_s(self) -> float:
@@ -110,6 +111,8 @@ class Request:
         if held is not None:
             held[0].forget(self)
             _ = self._file.direct  # warns if the file fell back
+            if self.on_device:
+                self._refusal = held[0].told_refusal()
 
     def _error(self, failure: native.Failure) -> SwapError:
         _, offset_bytes, nbytes = self._pieces[failure.piece].tolist()
@@ -122,6 +125,7 @@ class Request:
             member_offset_bytes=member_offset_bytes,
             offset_bytes=offset_bytes,
             nbytes=nbytes,
+            gpu_refusal=self._refusal,
         )
 
     def _timeout_error(self, timeout_s: float | None) -> SwapTimeoutError:

@@ -8,6 +8,7 @@ must be undone before the memory is unmapped: CUDA keeps its own table of regist
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import enum
 import os
@@ -43,10 +44,13 @@ def lock(address: int, nbytes: int) -> LockMode:
 
 
 def unlock(mode: LockMode, address: int, nbytes: int, owner_pid: int) -> None:
-    """Undoes `lock`. Does nothing in a forked child, which has neither the pages nor CUDA."""
+    """Undoes `lock`; waits for the GPU. Does nothing in a forked child, which has neither the pages
+    nor CUDA."""
     if os.getpid() != owner_pid:
         return
     if mode is LockMode.CUDA:
+        with contextlib.suppress(RuntimeError):  # at exit CUDA may be gone, and its copies with it
+            torch.cuda.synchronize()  # copies from or to the pages may be under way
         torch.cuda.cudart().cudaHostUnregister(address)
     elif mode is LockMode.MLOCK:
         _libc.munlock(ctypes.c_void_p(address), ctypes.c_size_t(nbytes))

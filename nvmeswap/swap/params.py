@@ -25,7 +25,7 @@ from nvmeswap.store.manifest import TensorSpec
 from nvmeswap.store.store import Store, StoreRequest
 from nvmeswap.swap.param_placement import ParamPlacement
 from nvmeswap.swap.plan import Plan
-from nvmeswap.swap.shard import Resident, ShardSpec, ShardState, note_copies
+from nvmeswap.swap.shard import Resident, ShardSpec, ShardState
 
 PARAMS_FILE = "params.swp"
 
@@ -146,25 +146,20 @@ class PartitionedParamSwapper:
         """The shards that the rest of this step uses, by the plan, in order."""
         return self._plan.rest()
 
-    def copy_ahead(self, keys: Sequence[str], outs: Sequence[torch.Tensor]) -> list[int]:
-        """Copy shards as `fetch` does, before their uses: those in front that can be copied without
-        waiting for the disk. Returns, for each of these, what `use_copy` is to be told. Does not
-        block."""
-        copied: list[_Shard] = []
+    def copy_ahead(self, key: str, out: torch.Tensor) -> int | None:
+        """Copy a shard as `fetch` does, before its use: returns what `use_copy` is to be told, or
+        None where that would wait for the disk. Does not block."""
         with self._lock:
-            for key, out in zip(keys, outs, strict=True):
-                shard = self._shard(key)
-                if not self.is_ready(key):
-                    break
-                if shard.ram is None and shard.state is ShardState.READING:
-                    try:
-                        self._finish_reading(shard)
-                    except SwapIOError:
-                        break  # the use itself reads again, and raises
-                shard.copy_unnoted(out, shard.values if shard.ram is None else shard.ram)
-                copied.append(shard)
-            note_copies(copied, outs[: len(copied)])
-            return [shard.version for shard in copied]
+            shard = self._shard(key)
+            if not self.is_ready(key):
+                return None
+            if shard.ram is None and shard.state is ShardState.READING:
+                try:
+                    self._finish_reading(shard)
+                except SwapIOError:
+                    return None  # the use itself reads again, and raises
+            shard.copy_to(out, shard.values if shard.ram is None else shard.ram)
+            return shard.version
 
     def use_copy(self, key: str, version: int) -> bool:
         """A use of a shard that was copied ahead; False, and no use is noted, if it has changed

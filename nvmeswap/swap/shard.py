@@ -10,7 +10,7 @@ A plan decides when they move, and never whether the result is right.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -129,28 +129,17 @@ class Resident:
     def copy_to(self, out: torch.Tensor, values: torch.Tensor) -> None:
         """Copy `values`, which lie in its memory, to `out`; on a GPU queued on the current
         stream."""
-        self.copy_unnoted(out, values)
-        note_copies([self], [out])
-
-    def copy_unnoted(self, out: torch.Tensor, values: torch.Tensor) -> None:
-        """The same, but `note_copies` is to be called before its memory may be written."""
-        if self.copied is not None and not self.copied.query():  # perhaps on another stream
+        if out.is_cuda and self.copied is not None:  # perhaps on another stream
             torch.cuda.current_stream(out.device).wait_event(self.copied)
         out.copy_(values, non_blocking=True)
+        if out.is_cuda:
+            self.copied = torch.cuda.current_stream(out.device).record_event()
 
     def wait_for_copies(self) -> None:
         """Before its memory is written: GPU copies out of it must be over."""
         if self.copied is not None:
             self.copied.synchronize()
             self.copied = None
-
-
-def note_copies(residents: Sequence[Resident], outs: Sequence[torch.Tensor]) -> None:
-    """Copies from these to tensors of one device have been queued on the current stream."""
-    if outs and outs[0].is_cuda:
-        copied = torch.cuda.current_stream(outs[0].device).record_event()
-        for resident in residents:
-            resident.copied = copied
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nvmeswap.config import AioConfig, SwapBlock
-from nvmeswap.errors import SwapPathError
+from nvmeswap.errors import SwapConfigError, SwapPathError
 from nvmeswap.io.drives import probe_folders
 from nvmeswap.io.engine import BACKGROUND_NBYTES, DirectMode, Engine
 from nvmeswap.io.gds import probe_gds
@@ -76,7 +76,8 @@ class SwapSpace:
     `uses_gds`: the engine takes memory of a GPU, too: `use_gds` is set, and works in each folder
     (if not, one RuntimeWarning says why).
 
-    Args: `pools`, the slots asked for by name; over `swap.host_memory_nbytes` those that shrink do.
+    Args: `pools`, the slots asked for by name; over `swap.host_memory_nbytes` those that shrink do;
+    `moves_gpu_tensors`, whether memory of a GPU is moved, which is what `aio.use_gds` is for.
     Raises: SwapBudgetError before any allocation; SwapPathError, SwapOwnerError, SwapSpaceError.
     Blocking: construction probes the folder and populates memory. Threads: construct and close on
     one.
@@ -91,7 +92,9 @@ class SwapSpace:
         swap: SwapBlock,
         aio: AioConfig,
         pin_memory: bool,
+        moves_gpu_tensors: bool = False,
     ) -> None:
+        self._moves_gpu_tensors = moves_gpu_tensors
         self.timeout_s = swap.timeout_s
         self.budget_nbytes = swap.host_memory_nbytes
         requests = fit(pools, swap.host_memory_nbytes, pin_memory=pin_memory)
@@ -121,7 +124,7 @@ class SwapSpace:
                 fix=f"use a drive with blocks of at most {_LARGEST_ALIGNMENT_NBYTES} bytes, or "
                 'set "nvmeswap": {"direct": "off"}',
             )
-        self.uses_gds = aio.use_gds and _gds_works(folders)
+        self.uses_gds = aio.use_gds and self._may_use_gds(swap) and _gds_works(folders)
         threads = aio.intra_op_parallelism
         self.engine = Engine(
             backend="gds" if self.uses_gds else self.probe.backend,
@@ -141,6 +144,17 @@ class SwapSpace:
             ephemeral=swap.ephemeral,
             timeout_s=swap.timeout_s,
         )
+
+    def _may_use_gds(self, swap: SwapBlock) -> bool:
+        if swap.backend != "auto":
+            raise SwapConfigError(
+                f'"use_gds" and "backend": "{swap.backend}" can\'t both be had',
+                fix='leave "backend" out: use_gds has a backend of its own',
+            )
+        if not self._moves_gpu_tensors:
+            warnings.warn('"use_gds" has no effect here: it is for what TensorSwapper moves',
+                          RuntimeWarning, stacklevel=5)
+        return self._moves_gpu_tensors
 
     def _open_memory(self, requests: Mapping[str, PoolRequest], pin_memory: bool) -> None:
         total_nbytes = sum(request.nbytes for request in requests.values())

@@ -12,6 +12,7 @@ before one that was copied from is lent again.
 from __future__ import annotations
 
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -66,7 +67,8 @@ class Staging:
 
     The slots are taken at the first tensor, out of `host_memory_nbytes`: 8 of 8 MiB, or as many as
     there is room for. With `space.uses_gds` there are as many on each GPU, which the drive is read
-    to and written from; pieces of odd length pass through those on the host.
+    to and written from; pieces of odd length pass through those on the host, and all of them where
+    a GPU has no room for slots.
     Raises: SwapBudgetError, if there is no room for one slot.
     Blocking: `write` and `read`, for the drive; copies to a GPU may go on, on the current stream.
     Threads: one at a time. Ownership: of the slots, until `close`, which comes after the engine's.
@@ -78,6 +80,7 @@ class Staging:
         self._lent: dict[Slot, _Load] = {}
         self._stream: torch.cuda.Stream | None = None  # of the last call
         self._was_cut_short = False
+        self._without_room: set[torch.device] = set()
 
     def write(self, device: torch.device, transits: Iterable[Transit]) -> dict[str, SwapError]:
         """Write tensors of one device to their names, which lie in one file; returns what went
@@ -223,24 +226,46 @@ class Staging:
         return pool.acquire(SLOTS.nbytes, holder=key, timeout_s=self._space.timeout_s)
 
     def _pool(self, device: torch.device, is_aligned: bool) -> Pool:
-        on_device = is_aligned and self._space.uses_gds and device.type == "cuda"
-        place = device if on_device else torch.device("cpu")
-        if place not in self._slots:
-            self._slots[place] = self._new_slots(place, pin_memory=device.type == "cuda")
-        return self._slots[place].pool
-
-    def _new_slots(self, place: torch.device, *, pin_memory: bool) -> _Slots:
-        name = "tensors on a GPU"
-        request = PoolRequest([SLOTS])
-        memory: Arena | DeviceArena
-        if place.type == "cuda":
-            memory = DeviceArena(request.nbytes, place)
-        else:
-            request = fit({name: request}, self._space.budget_nbytes, pin_memory=pin_memory)[name]
+        if is_aligned and self._space.uses_gds and device.type == "cuda":
+            if device not in self._slots and device not in self._without_room:
+                self._take_slots_on(device)
+            if device in self._slots:
+                return self._slots[device].pool
+        host = torch.device("cpu")
+        if host not in self._slots:
+            pin_memory, name = device.type == "cuda", "tensors on a GPU"
+            asked = {name: PoolRequest([SLOTS])}
+            request = fit(asked, self._space.budget_nbytes, pin_memory=pin_memory)[name]
             memory = Arena(request.nbytes, pin_memory=pin_memory)
-        if self._space.engine is not None and pin_memory:
+            self._slots[host] = self._carved(memory, request, is_registered=pin_memory)
+        return self._slots[host].pool
+
+    def _take_slots_on(self, device: torch.device) -> None:
+        """Where it has no room for them there are none, after one warning."""
+        request = PoolRequest([SLOTS])
+        try:
+            try:
+                memory = DeviceArena(request.nbytes, device)
+            except SwapUsageError:
+                torch.cuda.empty_cache()  # torch keeps what it has freed
+                memory = DeviceArena(request.nbytes, device)
+        except SwapUsageError as error:
+            self._without_room.add(device)
+            warnings.warn(
+                f"{device} has no room for {request.nbytes:_} bytes of slots ({error.cause}): its "
+                "tensors go through slots in host memory, and use_gds is without effect for them",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return
+        self._slots[device] = self._carved(memory, request, is_registered=True)
+
+    def _carved(
+        self, memory: Arena | DeviceArena, request: PoolRequest, *, is_registered: bool
+    ) -> _Slots:
+        if self._space.engine is not None and is_registered:
             self._space.engine.register_memory(memory.memory)
-        return _Slots(memory, Pool(memory.memory, request.classes, name=name))
+        return _Slots(memory, Pool(memory.memory, request.classes, name="tensors on a GPU"))
 
     def _release(self, load: _Load, copied: torch.cuda.Event | None = None) -> None:
         del self._lent[load.slot]  # first: then it is an orphan, if Ctrl-C comes

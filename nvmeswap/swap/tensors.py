@@ -77,6 +77,7 @@ class TensorSwapper:
             swap=swap or SwapBlock(),
             aio=aio or AioConfig(),
             pin_memory=False,
+            moves_gpu_tensors=True,
         )
         if reserve_nbytes:
             try:
@@ -427,11 +428,10 @@ class TensorSwapper:
         placed = StoredTensor.like(key, dense, device)
         if is_staged and placed.spec.nbytes > self._staging.slot_nbytes:
             placed.is_in_parts, placed.layout = True, None
-        if old is not None and old.key_count == 1 and old.spec == placed.spec:
+        # Parts of an old one must not be taken for parts of this.
+        may_stay = old is not None and old.key_count == 1 and not placed.is_in_parts
+        if old is not None and may_stay and old.spec == placed.spec:
             placed.name, placed.offset_bytes = old.name, old.offset_bytes
-            if placed.is_in_parts:  # parts of the old one must not be taken for parts of this
-                fresh[placed.name] = placed
-                self._store.free(placed.name)
         else:
             self.discard(key, missing_ok=True)
             while placed.name in self._names:  # of a tensor tied to this key's last one

@@ -6,28 +6,22 @@ it, FSDP2 asks for it when it is needed, on the stream that computes, which woul
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from nvmeswap.swap.params import PartitionedParamSwapper
-
-
-@dataclass(eq=False, slots=True)
-class _Batch:
-    """Copies that were queued together. `taken_on`: the stream that their memory is from;
-    `awaited_on`: the last that waits for them."""
-
-    arrived: torch.cuda.Event
-    taken_on: torch.cuda.Stream
-    awaited_on: torch.cuda.Stream | None = None
+from nvmeswap.swap.shard import ShardSpec
 
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
     values: torch.Tensor
     version: int  # of the shard, when it was copied
-    batch: _Batch | None  # None on the CPU
+    arrived: torch.cuda.Event | None
 
 
 class DeviceAhead:
@@ -62,34 +56,56 @@ class DeviceAhead:
         return copy.values
 
     def look_ahead(self) -> None:
-        """Start to copy the next shards, as far as they are in host memory and the budget goes;
-        several at a time, because each call of CUDA's takes time that the GPU has to wait."""
+        """Start to copy the next shards, as far as they are in host memory and the budget goes."""
         if self._step_count != self._params.step_count:
             self._step_count = self._params.step_count
             self._clear()  # the last step's plan was wrong about these
-        if 2 * self._nbytes > self._budget_nbytes:
-            return
-        keys = self._next_keys()
-        if not keys:
-            return
-        specs = [self._params.spec(key) for key in keys]
-        outs = [torch.empty(each.numel, dtype=each.dtype, device=self._device) for each in specs]
-        versions, batch = self._copy(keys, outs)
-        for key, values, version in zip(keys, outs, versions, strict=False):
-            self._copies[key] = _Copy(values, version, batch)
-            self._nbytes += values.nbytes
-
-    def _next_keys(self) -> list[str]:
-        keys: dict[str, None] = {}
-        left_nbytes = self._budget_nbytes - self._nbytes
         for key in self._params.next_uses():
-            if key in self._copies or key in keys:
+            if key in self._copies:
                 continue
-            left_nbytes -= self._params.spec(key).nbytes
-            if left_nbytes < 0:
-                break
-            keys[key] = None
-        return list(keys)
+            spec = self._params.spec(key)
+            if self._nbytes + spec.nbytes > self._budget_nbytes or not self._params.is_ready(key):
+                return
+            values = self._memory_for(spec)
+            if values is None:
+                return
+            try:
+                copy = self._copy(key, values)
+                if copy is None:
+                    return
+                self._copies[key] = copy
+            except BaseException:  # Ctrl-C: the memory is not to be another's before it is written
+                if self._stream is not None:
+                    torch.cuda.current_stream().wait_stream(self._stream)
+                raise
+            self._nbytes += spec.nbytes
+
+    def _copy(self, key: str, values: torch.Tensor) -> _Copy | None:
+        with self._copying():
+            version = self._params.copy_ahead(key, values)
+            if version is None:
+                return None
+            arrived = None if self._stream is None else self._stream.record_event()
+        return _Copy(values, version, arrived)
+
+    def close(self) -> None:
+        """Drop all copies and make no more. May be repeated."""
+        self._clear()
+        self._budget_nbytes = 0
+
+    def _memory_for(self, spec: ShardSpec) -> torch.Tensor | None:
+        """None where the device has no room for it: then nothing is copied ahead any more."""
+        try:
+            return torch.empty(spec.numel, dtype=spec.dtype, device=self._device)
+        except torch.OutOfMemoryError:
+            self.close()
+            warnings.warn(
+                f"{self._device} has no room for shards that are copied to it ahead of their use, "
+                "so each is copied when it is needed, which is slower",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return None
 
     def _clear(self) -> None:
         for key in list(self._copies):
@@ -100,26 +116,16 @@ class DeviceAhead:
         copy = self._copies.pop(key, None)
         if copy is not None:
             self._nbytes -= copy.values.nbytes
-            if copy.batch is not None:
-                self._await(copy.batch, copy.values)
+            if copy.arrived is not None:
+                torch.cuda.current_stream().wait_event(copy.arrived)
         return copy
 
-    def _await(self, batch: _Batch, values: torch.Tensor) -> None:
-        stream = torch.cuda.current_stream(self._device)
-        if batch.awaited_on != stream:
-            stream.wait_event(batch.arrived)
-            batch.awaited_on = stream
-        if batch.taken_on != stream:
-            values.record_stream(stream)
-
-    def _copy(
-        self, keys: list[str], outs: list[torch.Tensor]
-    ) -> tuple[list[int], _Batch | None]:
+    @contextlib.contextmanager
+    def _copying(self) -> Iterator[None]:
         if self._stream is None:
-            return self._params.copy_ahead(keys, outs), None
-        # After the allocations: with deterministic algorithms torch fills what it allocates.
-        taken_on = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(taken_on)
+            yield
+            return
+        # After the allocation: with deterministic algorithms torch fills what it allocates.
+        self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            versions = self._params.copy_ahead(keys, outs)
-        return versions, _Batch(self._stream.record_event(), taken_on)
+            yield

@@ -203,6 +203,8 @@ class ZeroSwap:
         """Remove the swap files and give the memory back. The model's swapped parameters can't be
         used after it. Idempotent."""
         self._home.gradients.clear()
+        if self._ahead is not None:
+            self._ahead.close()
         self._space.close()
 
     @property

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from nvmeswap import SwappedAdamW
 from nvmeswap.config import AioConfig, SwapBlock
+from nvmeswap.errors import SwapConfigError
 from nvmeswap.swap.tensors import TensorSwapper
 from tests.io.fake_gds.programs import Programs
 
@@ -21,7 +23,7 @@ os.access = lambda path, mode: True if path == "/run/udev" else access(path, mod
 with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")
     space = SwapSpace(Placement((folder,), "run"), {}, swap=SwapBlock(),
-                      aio=AioConfig(use_gds=True), pin_memory=False)
+                      aio=AioConfig(use_gds=True), pin_memory=False, moves_gpu_tensors=True)
 told = [each for each in told if "use_gds" in str(each.message)]
 assert [each.category for each in told] == [RuntimeWarning] * len(told)
 print(space.uses_gds, space.engine.backend == "gds", len(told), *(each.message for each in told))
@@ -39,6 +41,14 @@ def test_space_takes_the_usual_backend_where_cufile_refuses(
     """Else every save fails, each with its own error.  field case G02"""
     told = fakes.run(SWAP, tmp_path, cufile="handle=5030").split(maxsplit=3)
     assert told[:3] == ["False", "False", "1"] and "5030" in told[3]
+
+
+def test_setting_that_can_have_no_effect_is_told(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.ones(5000))
+    with pytest.warns(RuntimeWarning, match="use_gds"):
+        SwappedAdamW([parameter], nvme_path=tmp_path, aio=AioConfig(use_gds=True)).close()
+    with pytest.raises(SwapConfigError, match="backend"):
+        TensorSwapper(tmp_path, aio=AioConfig(use_gds=True), swap=SwapBlock(backend="posix"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it may work here")

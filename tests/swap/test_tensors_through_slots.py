@@ -26,4 +26,4 @@ NEED_NO_SLOT = {
 }
 for suite in (single, many, interrupts):
     tests = {name: test for name, test in vars(suite).items() if name.startswith("test_")}
-    globals().update({name: tests[name] for name in tests.keys() - NEED_NO_SLOT})
+    globals().update({name: tests[name] for name in tests if name not in NEED_NO_SLOT})
