@@ -58,7 +58,7 @@ def main(given: Options) -> None:
         if count is None:
             note(f"{name} gave no summary")
         else:
-            finished = "zero3: done" in output
+            finished = "all: done" in output
             figure(f"sanitizer_{name}_errors", count, at_most=True,
                    target=0 if name == "memcheck" else None)
             if not finished:

@@ -42,3 +42,9 @@ def test_buffered_tensors_are_labelled_page_cache(
 def test_tensors_on_a_gpu_are_refused_where_there_is_none(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         main(["tensors", "--path", str(tmp_path), "--count", "4", "--device", "cuda"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it may be had here")
+def test_gds_that_can_not_be_had_is_warned_of(tmp_path: Path) -> None:
+    with pytest.warns(RuntimeWarning, match="use_gds"):
+        assert main(["tensors", "--path", str(tmp_path), "--count", "4", "--gds"]) == 0

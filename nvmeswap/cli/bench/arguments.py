@@ -188,21 +188,16 @@ def _conflict(options: argparse.Namespace) -> str | None:
             return f"{path} can't be written: its folder is missing"
     if getattr(options, "device", None) == "cuda" and not torch.cuda.is_available():
         return "--device cuda: torch finds no GPU"
+    if getattr(options, "gds", False) and options.backend != "auto":
+        return "--gds is a backend of its own: leave out --backend"
     if options.command in ("tensors", "optimizer"):
         return None
-    if options.command == "io" and (conflict := _conflict_of_device(options)):
-        return conflict
+    if options.command == "io" and options.gds != (options.device == "cuda"):
+        return "--device cuda and --gds go together (`tensors --device cuda` goes through the host)"
+    if options.command == "io" and options.gds and options.memory == "plain":
+        return "--gds: an engine moves registered memory of a GPU only"
     largest = max(options.blocks) if options.command == "sweep" else options.block
     least = 2 if options.command == "io" and options.mode == "mixed" else 1
     if options.size < least * largest:
         return f"--size {options.size} is less than {least} x {largest}, the size of a block"
-    return None
-
-
-def _conflict_of_device(options: argparse.Namespace) -> str | None:
-    """`io` has no slots between a GPU and an engine: one backend moves its memory, and no other."""
-    if options.gds != (options.device == "cuda"):
-        return "--device cuda and --gds go together (`tensors --device cuda` goes through the host)"
-    if options.gds and (options.backend != "auto" or options.memory == "plain"):
-        return "--gds is a backend of its own, for registered memory"
     return None

@@ -47,7 +47,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     probe = probe_folder(
         folder, backend=options.backend, direct=DirectMode[options.direct.upper()]
     )
-    swap = SwapBlock(backend=probe.backend, direct=options.direct)
+    swap = SwapBlock(backend=options.backend, direct=options.direct)
     aio = AioConfig(block_size=options.block, queue_depth=options.depth,
                     intra_op_parallelism=options.threads, use_gds=options.gds)
     nbytes = options.count * options.nbytes
