@@ -96,7 +96,7 @@ class PartitionedParamSwapper:
             for spec in specs
             if placement.swaps(spec)
         }
-        # Those on NVMe that slots could have, and none has.
+        # Those on NVMe that slots could have, and none has. (A hint: what counts are their states.)
         self._away = {key for key in swapped if not placement.streams(self._shards[key].spec)}
         if swapped:
             assert store is not None
@@ -389,6 +389,9 @@ class PartitionedParamSwapper:
             if key not in self._away:
                 continue
             shard = self._shards[key]
+            if shard.state is not ShardState.ON_NVME:  # Ctrl-C came before that was noted
+                self._away.discard(key)
+                continue
             slot = shard.slot or self._pool.try_acquire(shard.spec.nbytes, holder=key)
             if slot is None:
                 continue
