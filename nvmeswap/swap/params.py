@@ -178,7 +178,7 @@ class PartitionedParamSwapper:
             shard = self._shard(key)
             if shard.ram is not None or shard.state is ShardState.CLEAN:
                 return True
-            return shard.state is ShardState.READING and shard.requests[0].done()
+            return shard.state is ShardState.READING and shard.has_been_read
 
     def expect(self, keys: Sequence[str]) -> None:
         """These are the next uses, whatever was recorded; starts to read ahead."""
@@ -229,7 +229,7 @@ class PartitionedParamSwapper:
             shard = self._shard(key)
             _same_numel(shard.spec, out.numel(), start)
             assert out.dtype is shard.spec.dtype and out.device.type == "cpu"
-            if shard.state is ShardState.READING and shard.requests[0].done():
+            if shard.state is ShardState.READING and shard.has_been_read:
                 with contextlib.suppress(SwapIOError):  # what was read ahead in vain is read below
                     self._finish_reading(shard)
             copy = shard.ram
@@ -331,7 +331,7 @@ class PartitionedParamSwapper:
         if shard.state is ShardState.ON_NVME:
             slot = shard.slot or self._slot_for_demand(shard.spec)
             self._start_reading(shard, slot, Lane.DEMAND)
-        elif shard.state is ShardState.CLEAN or shard.requests[0].done():
+        elif shard.state is ShardState.CLEAN or shard.has_been_read:
             self._hit_count += 1
         if shard.state is ShardState.READING:
             self._finish_reading(shard)

@@ -110,11 +110,18 @@ class Resident:
                 raise  # the transfer may still land in the slot: keep both, waiting again is legal
             except SwapError as error:
                 failure = failure or error
-        self.requests = []
+        # Forgotten last: after Ctrl-C the next call finds out again how they ended.
         if failure is not None:
             self.drop_slot()
+            self.requests = []
             raise failure
         self.move(ShardState.CLEAN)
+        self.requests = []
+
+    @property
+    def has_been_read(self) -> bool:
+        """Of one that is READING: whether `finish_reading` would not wait."""
+        return all(request.done() for request in self.requests)
 
     def drop_slot(self) -> None:
         """To ON_NVME (evict, or a failed read); the slot is free again."""
