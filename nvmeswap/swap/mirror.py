@@ -2,9 +2,9 @@
 
 One copy brings the slot to its mirror on the device, one takes it back. In between whole segments
 are updated there, and nothing else is written: neither the slot nor a parameter. So an update that
-raises changes nothing, unless its class writes to the gradients that it is given. All is queued on a stream of the updater's own, behind what the caller's
-current stream has queued, and `update` returns when the last copy is over: it waits for that one
-event, and not for the device.
+raises changes nothing, unless its class writes to the gradients that it is given. All is queued on
+a stream of the updater's own, behind what the caller's current stream has queued, and `update`
+returns when the last copy is over: it waits for that one event, and not for the device.
 """
 
 from __future__ import annotations
