@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -46,10 +47,10 @@ class SwappedTensors:
         else:
             self.swapper.swap_in_many(self._back, out=self._back)
 
-    def _timed(self, move: object) -> Usage:
+    def _timed(self, move: Callable[[], None]) -> Usage:
         finish()
         watch = Stopwatch()
-        move()  # type: ignore[operator]
+        move()
         finish()
         return watch.usage(self._nbytes)
 

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from gpu_bounce import SwappedTensors, drawn, finish
@@ -15,6 +16,7 @@ from report import Samples
 
 from nvmeswap.cli.bench.usage import Stopwatch, Usage
 from nvmeswap.config import AioConfig
+from nvmeswap.io.gds import probe_gds
 
 _TARGET = 0.95
 
@@ -34,12 +36,12 @@ class GdsTensors:
         return {"write": self._timed(self._file.save_storage, self._sources),
                 "read": self._timed(self._file.load_storage, self._targets)}
 
-    def _timed(self, move: object, storages: list[torch.UntypedStorage]) -> Usage:
+    def _timed(self, move: Callable[..., Any], storages: list[torch.UntypedStorage]) -> Usage:
         finish()
         watch = Stopwatch()
         offset = 0
         for storage in storages:
-            move(storage, offset)  # type: ignore[operator]
+            move(storage, offset)
             offset += storage.nbytes()
         finish()
         return watch.usage(self._nbytes)
@@ -49,11 +51,7 @@ class GdsTensors:
 
 
 def settings(folder: Path) -> AioConfig:
-    """With GDS, if this version has it and the folder can; else the step is skipped."""
-    if "use_gds" not in AioConfig.model_fields:
-        skip("this nvmeswap has no aio.use_gds")
-    from nvmeswap.io.gds import probe_gds
-
+    """With GDS, if it works in the folder; else the step is skipped."""
     probe = probe_gds(folder)
     detail("probe", {"mode": str(probe.mode), "reason": probe.reason})
     if probe.mode is None:
@@ -91,11 +89,9 @@ def measure(given: Options, aio: AioConfig, name: str, count: int, nbytes: int) 
 def _tell_how(name: str, swapped: SwappedTensors) -> None:
     """Through cuFile, or through page-locked blocks after all."""
     engine = swapped.swapper._space.engine
-    refusal = getattr(engine, "gds_refusal", None)
-    if refusal is not None:
-        note(f"{name}: cuFile was given up: {refusal}")
-    if engine is None:
-        return
+    assert engine is not None
+    if engine.gds_refusal is not None:
+        note(f"{name}: cuFile was given up: {engine.gds_refusal}")
     stats = engine.stats()
     moved_nbytes = stats.gpudirect_nbytes + stats.device_bounced_nbytes
     figure(f"{name}_share_by_cufile", stats.gpudirect_nbytes / max(1, moved_nbytes), target=1.0)

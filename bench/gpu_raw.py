@@ -10,7 +10,7 @@ import itertools
 import mmap
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +44,7 @@ class RawFile:
         """A variant of a round."""
         return {"write": self.write(), "read": self.read()}
 
-    def _run(self, move: object, nbytes: int | None) -> Usage:
+    def _run(self, move: Callable[..., int], nbytes: int | None) -> Usage:
         """The first `nbytes`, rounded to blocks; all by default."""
         wanted = self.nbytes if nbytes is None else min(nbytes, self.nbytes)
         count = max(1, round(wanted / _BLOCK_NBYTES))
@@ -52,7 +52,7 @@ class RawFile:
 
         def work(buffer: memoryview) -> None:
             while (number := next(numbers)) < count:
-                done = move(self._file, [buffer], number * _BLOCK_NBYTES)  # type: ignore[operator]
+                done = move(self._file, [buffer], number * _BLOCK_NBYTES)
                 if done != _BLOCK_NBYTES:
                     raise OSError(f"{done} bytes moved instead of {_BLOCK_NBYTES}")
 

@@ -253,10 +253,11 @@ class Engine:
 
     def told_refusal(self) -> str | None:
         """For request.py: `gds_refusal`, which is told in one warning."""
-        if not self._accepting or (refusal := self.gds_refusal) is None:
-            return None
-        if not self._is_refusal_told:
-            self._is_refusal_told = True
+        with self._lock:
+            refusal = native.gds_refusal(self._handle) if self._accepting else None
+            is_new = refusal is not None and not self._is_refusal_told
+            self._is_refusal_told |= is_new
+        if is_new:
             warnings.warn("GPUDirect Storage is not used any more; memory of a GPU goes through "
                           f"the host's: {refusal}", RuntimeWarning, stacklevel=2)
         return refusal

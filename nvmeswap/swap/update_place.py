@@ -42,6 +42,12 @@ class UpdatePlace:
                 fix='use update_device="cpu", or a machine and a torch with CUDA',
             )
         index = int(number) if number else torch.cuda.current_device()
+        if index >= torch.cuda.device_count():
+            raise SwapConfigError(
+                f"there is no {told}",
+                key="update_device",
+                fix=f"there are {torch.cuda.device_count()} GPUs, counted from 0",
+            )
         return cls(torch.device("cuda", index), is_mirrored=True)
 
     def updater(self, rule: ElementwiseOptimizer) -> Updater:

@@ -195,8 +195,11 @@ with Engine(backend="gds") as engine:
             start(file, 0, part).wait()
         except SwapError as raised:
             print(type(raised).__name__)
+    print(engine.gds_refusal)
 """, tmp_path, cuda=cuda, cufile="handle=5030")
-    assert told == "SwapWriteError\nSwapReadError\n"
+    *errors, refusal = told.splitlines()
+    assert errors == ["SwapWriteError", "SwapReadError"]
+    assert "5030" in refusal and f"CUresult {cuda.partition('=')[2]}" in refusal
 
 
 @pytest.mark.parametrize("cufile", ("", "handle=5030", "read=-5 after=2"))

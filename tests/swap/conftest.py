@@ -131,6 +131,24 @@ def parameters() -> Callable[..., list[torch.nn.Parameter]]:
     return make
 
 
+Make = Callable[..., SwappedOptimizer]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """Optimizers over a folder, closed in the end."""
+    made: list[SwappedOptimizer] = []
+
+    def build(params: Any, kind: Any = torch.optim.AdamW, **options: Any) -> SwappedOptimizer:
+        options = {"nvme_path": tmp_path, "pin_memory": False, **options}
+        made.append(SwappedOptimizer(kind, params, **options))
+        return made[-1]
+
+    yield build
+    for optimizer in made:
+        optimizer.close()
+
+
 def set_gradients(params: Iterable[torch.Tensor], step: int) -> None:
     """Gradients that depend on the step and on nothing else."""
     generator = torch.Generator().manual_seed(1000 + step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,28 +21,11 @@ from nvmeswap.config import SwapBlock
 from nvmeswap.errors import SwapBudgetError, SwapConfigError, SwapManifestError, SwapUsageError
 from nvmeswap.swap.overlap import OverlapSettings
 from nvmeswap.swap.swapped import SwappedOptimizer
-from tests.swap.conftest import set_gradients
+from tests.swap.conftest import Make, set_gradients
 from tests.swap.twins import ADAMW, BF16, FP32, Lion, Twins, parameters_of
 
 MakeParameters = Callable[..., list[torch.nn.Parameter]]
 KiB, MiB = 1 << 10, 1 << 20
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., SwappedOptimizer]]:
-    """Optimizers over a folder, closed in the end."""
-    made: list[SwappedOptimizer] = []
-
-    def build(params: Any, kind: Any = torch.optim.AdamW, **options: Any) -> SwappedOptimizer:
-        made.append(SwappedOptimizer(kind, params, nvme_path=tmp_path, pin_memory=False, **options))
-        return made[-1]
-
-    yield build
-    for optimizer in made:
-        optimizer.close()
-
-
-Make = Callable[..., SwappedOptimizer]
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam, Lion])

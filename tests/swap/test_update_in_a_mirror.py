@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import signal
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from nvmeswap.swap.master import MasterRest
 from nvmeswap.swap.overlap import OverlapSettings
 from nvmeswap.swap.swapped import SwappedOptimizer
 from nvmeswap.swap.update_place import UpdatePlace
-from tests.swap.conftest import Bench, set_gradients
+from tests.swap.conftest import Bench, Make, set_gradients
 from tests.swap.test_any_optimizer_equals_ram import assert_run_equals_plain, runs
 from tests.swap.test_master_split_is_lossless import bits_of, masters
 from tests.swap.twins import ADAMW, BF16, FP32, RECIPES, Recipe, Twins, parameters_of
@@ -30,21 +29,6 @@ from tests.swap.twins import ADAMW, BF16, FP32, RECIPES, Recipe, Twins, paramete
 MIRROR = UpdatePlace(torch.device("cpu"), is_mirrored=True)
 FP16 = torch.float16
 SIZES = [37, 5000, 30_000]
-Make = Callable[..., SwappedOptimizer]
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    """Optimizers over a folder, closed in the end."""
-    made: list[SwappedOptimizer] = []
-
-    def build_one(params: Any, kind: Any = torch.optim.AdamW, **options: Any) -> SwappedOptimizer:
-        made.append(SwappedOptimizer(kind, params, nvme_path=tmp_path, pin_memory=False, **options))
-        return made[-1]
-
-    yield build_one
-    for optimizer in made:
-        optimizer.close()
 
 
 # --- the bytes ------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from nvmeswap.config import SwapBlock
 from nvmeswap.swap.device_master import join_on_device, split_on_device
 from nvmeswap.swap.master import MasterRest
 from nvmeswap.swap.overlap import OverlapSettings
-from nvmeswap.swap.swapped import SwappedOptimizer
+from tests.swap.conftest import Make
 from tests.swap.test_update_in_a_mirror import Breaks
 from tests.swap.twins import ADAMW, BF16, FP32, RECIPES, Recipe, Shape, Twins, parameters_of
 
@@ -26,22 +26,12 @@ FP16 = torch.float16
 SHAPES: list[Shape] = [(37,), (), (70_000,), (3, 30_000), (4097,), (0,)]
 MIXED = [BF16, FP32, FP32, BF16, FP16, FP32]
 SLEEP_CYCLES = 100_000_000  # some 50 ms
-Make = Callable[..., SwappedOptimizer]
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    """Optimizers that update on the GPU, over a folder, closed in the end."""
-    made: list[SwappedOptimizer] = []
-
-    def build(params: Any, kind: Any = torch.optim.AdamW, **options: Any) -> SwappedOptimizer:
-        options = {"update_device": "cuda", "sub_group_size": 20_000, **options}
-        made.append(SwappedOptimizer(kind, params, nvme_path=tmp_path, **options))
-        return made[-1]
-
-    yield build
-    for optimizer in made:
-        optimizer.close()
+def make(make: Make) -> Make:
+    """Optimizers that update on the GPU."""
+    return partial(make, update_device="cuda", sub_group_size=20_000, pin_memory=True)
 
 
 def on_gpu(shapes: list[Shape], dtypes: list[torch.dtype], seed: int = 0) -> list[nn.Parameter]:
