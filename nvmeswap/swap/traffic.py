@@ -86,8 +86,8 @@ class SubGroupTraffic:
     # --- in -----------------------------------------------------------------------------------
 
     def bring_in(self, group: SubGroup) -> None:
-        """To CLEAN, whatever it takes; an extent that was never stored is all zeros. One left DIRTY
-        by a failed write is written first."""
+        """To CLEAN, whatever it takes; what was never stored is undefined, but for masters, which
+        are zeros. One left DIRTY by a failed write is written first."""
         self._raise_late_error()
         if group.state is ShardState.DIRTY:
             self.write_back(group)
@@ -150,7 +150,7 @@ class SubGroupTraffic:
         store, nbytes, lane = self._store, group.stored_nbytes, Lane.PREFETCH
         reads = self.read_outputs(group.layout, slot.memory, lane)
         if nbytes == 0:
-            slot.memory[: group.layout.slot_nbytes].zero_()
+            slot.memory[: group.layout.masters_nbytes].zero_()
         else:
             assert store is not None
             extent = slot.memory[:nbytes]
