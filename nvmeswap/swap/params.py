@@ -25,27 +25,11 @@ from nvmeswap.store.manifest import TensorSpec
 from nvmeswap.store.store import Store, StoreRequest
 from nvmeswap.swap.param_placement import ParamPlacement
 from nvmeswap.swap.plan import Plan
-from nvmeswap.swap.shard import Resident, ShardSpec, ShardState
+from nvmeswap.swap.shard import ParamShard, ShardSpec, ShardState
 
 PARAMS_FILE = "params.swp"
-
-
-class _Shard(Resident):
-    """A shard with its location: `ram` is its values in host memory, None when its home is NVMe."""
-
-    __slots__ = ("ram", "spec", "version")
-
-    def __init__(self, spec: ShardSpec, ram: torch.Tensor | None) -> None:
-        super().__init__(spec.key)
-        self.spec = spec
-        self.ram = ram
-        self.version = 0  # counts updates
-
-    @property
-    def values(self) -> torch.Tensor:
-        """The shard's elements in its slot."""
-        assert self.state is ShardState.CLEAN and self.slot is not None
-        return self.slot.memory[: self.spec.nbytes].view(self.spec.dtype)
+# Elements written at a time; where they are converted, two such pieces are in memory besides.
+_PIECE_NUMEL = 1 << 22
 
 
 class PartitionedParamSwapper:
@@ -83,12 +67,12 @@ class PartitionedParamSwapper:
         self._ahead = ahead
         self._lock = threading.RLock()
         self._plan = Plan()
-        self._kept: dict[str, _Shard] = {}
+        self._kept: dict[str, ParamShard] = {}
         self._kept_numel = 0
-        self._shards = {spec.key: _Shard(spec, self._ram_for(spec)) for spec in specs}
+        self._shards = {spec.key: ParamShard(spec, self._ram_for(spec)) for spec in specs}
         self._fetch_count = self._hit_count = self._prefetch_count = 0
         self._stall_s = 0.0
-        self._lent: _Shard | None = None
+        self._lent: ParamShard | None = None
         self._slot_count = 0 if pool is None else pool.stats().slot_count
         self.step_count = 0
         swapped = {
@@ -189,14 +173,14 @@ class PartitionedParamSwapper:
     def __contains__(self, key: str) -> bool:
         return key in self._shards
 
-    def _begin_use(self, key: str) -> _Shard:
+    def _begin_use(self, key: str) -> ParamShard:
         shard = self._shard(key)
         self._plan.use(key)
         self._fetch_count += 1
         self._take_back()
         return shard
 
-    def _end_use(self, shard: _Shard) -> None:
+    def _end_use(self, shard: ParamShard) -> None:
         if shard.state is ShardState.CLEAN:
             self._keep(shard)
         self._read_ahead()
@@ -242,13 +226,29 @@ class PartitionedParamSwapper:
             return [self._store.read(key, out, lane=lane, first_byte=start * out.itemsize)]
 
     def write(self, key: str, values: torch.Tensor) -> None:
-        """Replace a whole shard by `values` (flat, any dtype and device); waits for the disk."""
+        """Replace a whole shard by `values` (flat, any dtype and device), a piece at a time; waits
+        for the disk. Where there is room for it, it stays in memory, as after a use."""
         with self._lock:
             shard = self._shard(key)
             _same_numel(shard.spec, values.numel(), 0)
-            host = values.detach().to(device="cpu", dtype=shard.spec.dtype).contiguous()
-            for request in self.update(key, 0, host):
-                request.wait(self._timeout_s)
+            assert values.shape == (shard.spec.numel,), f"{shard.spec} from {values.shape}"
+            was_away = shard.state is ShardState.ON_NVME
+            pending: list[StoreRequest] = []
+            try:
+                self._make_room(shard)
+                for start in range(0, shard.spec.numel, _PIECE_NUMEL):
+                    piece = values[start : start + _PIECE_NUMEL].detach()
+                    host = piece.to(device="cpu", dtype=shard.spec.dtype).contiguous()
+                    following = self.update(key, start, host)
+                    for request in pending:
+                        request.wait(self._timeout_s)
+                    pending = following
+                for request in pending:
+                    request.wait(self._timeout_s)
+            except BaseException:
+                if was_away and shard.state is ShardState.CLEAN:
+                    self._evict(shard)  # there, too, are values that were never written
+                raise
 
     def update(self, key: str, start: int, values: torch.Tensor) -> list[StoreRequest]:
         """Replace the elements from `start` on by `values` (flat, host, the shard's dtype).
@@ -306,13 +306,13 @@ class PartitionedParamSwapper:
 
     # --- how ----------------------------------------------------------------------------------
 
-    def _shard(self, key: str) -> _Shard:
+    def _shard(self, key: str) -> ParamShard:
         try:
             return self._shards[key]
         except KeyError:
             raise SwapUsageError(f"no parameter shard is called {key!r}") from None
 
-    def _copy_out(self, shard: _Shard, out: torch.Tensor) -> None:
+    def _copy_out(self, shard: ParamShard, out: torch.Tensor) -> None:
         spec = shard.spec
         assert out.dtype is spec.dtype and out.shape == (spec.numel,), f"{spec} into {out.shape}"
         if shard.ram is not None:
@@ -325,7 +325,7 @@ class PartitionedParamSwapper:
         self._bring(shard)
         shard.copy_to(out, shard.values)
 
-    def _bring(self, shard: _Shard) -> None:
+    def _bring(self, shard: ParamShard) -> None:
         """Have it in a slot, CLEAN; waits for the disk."""
         began = time.perf_counter()
         if shard.state is ShardState.ON_NVME:
@@ -337,7 +337,7 @@ class PartitionedParamSwapper:
             self._finish_reading(shard)
         self._stall_s += time.perf_counter() - began
 
-    def _stream(self, shard: _Shard, out: torch.Tensor) -> None:
+    def _stream(self, shard: ParamShard, out: torch.Tensor) -> None:
         """A shard larger than every slot: the engine moves it block by block through its own."""
         assert self._store is not None
         began = time.perf_counter()
@@ -347,7 +347,7 @@ class PartitionedParamSwapper:
             out.copy_(host)
         self._stall_s += time.perf_counter() - began
 
-    def _start_reading(self, shard: _Shard, slot: Slot, lane: Lane) -> None:
+    def _start_reading(self, shard: ParamShard, slot: Slot, lane: Lane) -> None:
         store = self._store
         assert store is not None
         memory = slot.memory[: shard.spec.nbytes]
@@ -398,14 +398,26 @@ class PartitionedParamSwapper:
             self._start_reading(shard, slot, self._ahead)
             self._prefetch_count += 1
 
-    def _finish_reading(self, shard: _Shard) -> None:
+    def _finish_reading(self, shard: ParamShard) -> None:
         try:
             shard.finish_reading()
         finally:
             if shard.state is ShardState.ON_NVME:
                 self._away.add(shard.key)
 
-    def _keep(self, shard: _Shard) -> None:
+    def _make_room(self, shard: ParamShard) -> None:
+        """For one that is to be written whole: to CLEAN, its contents undefined, where nobody has
+        to give up a slot for it."""
+        would_fit = self._kept_numel + shard.spec.numel <= self._placement.max_in_cpu
+        if self._pool is None or not would_fit or shard.key not in self._away or shard.slot:
+            return
+        shard.slot = self._pool.try_acquire(shard.spec.nbytes, holder=shard.key)
+        if shard.slot is not None:
+            shard.move(ShardState.CLEAN)
+            self._away.discard(shard.key)
+            self._keep(shard)
+
+    def _keep(self, shard: ParamShard) -> None:
         """Keep it after its use if `max_in_cpu` allows; over that, those needed last go first."""
         if shard.key not in self._kept:
             self._kept[shard.key] = shard
@@ -413,7 +425,7 @@ class PartitionedParamSwapper:
         while self._kept_numel > self._placement.max_in_cpu:
             self._evict(max(self._kept.values(), key=lambda kept: self._plan.next_use(kept.key)))
 
-    def _evict(self, shard: _Shard) -> None:
+    def _evict(self, shard: ParamShard) -> None:
         if self._kept.pop(shard.key, None) is not None:
             self._kept_numel -= shard.spec.numel
         self._away.add(shard.key)

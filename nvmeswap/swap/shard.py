@@ -136,11 +136,14 @@ class Resident:
     def copy_to(self, out: torch.Tensor, values: torch.Tensor) -> None:
         """Copy `values`, which lie in its memory, to `out`; on a GPU queued on the current
         stream."""
-        if out.is_cuda and self.copied is not None:  # perhaps on another stream
-            torch.cuda.current_stream(out.device).wait_event(self.copied)
+        if not out.is_cuda:
+            out.copy_(values)
+            return
+        stream = torch.cuda.current_stream(out.device)
+        if self.copied is not None:  # perhaps on another stream
+            stream.wait_event(self.copied)
         out.copy_(values, non_blocking=True)
-        if out.is_cuda:
-            self.copied = torch.cuda.current_stream(out.device).record_event()
+        self.copied = stream.record_event()
 
     def wait_for_copies(self) -> None:
         """Before its memory is written: GPU copies out of it must be over."""
@@ -160,3 +163,22 @@ class ShardSpec:
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+
+class ParamShard(Resident):
+    """A shard of a parameter. `ram` is its values in host memory, None when its home is NVMe;
+    `version` counts updates."""
+
+    __slots__ = ("ram", "spec", "version")
+
+    def __init__(self, spec: ShardSpec, ram: torch.Tensor | None) -> None:
+        super().__init__(spec.key)
+        self.spec = spec
+        self.ram = ram
+        self.version = 0
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The shard's elements in its slot."""
+        assert self.state is ShardState.CLEAN and self.slot is not None
+        return self.slot.memory[: self.spec.nbytes].view(self.spec.dtype)

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from nvmeswap.errors import SwapUsageError
 from nvmeswap.memory.heap import release_freed_memory
-from nvmeswap.store.store import StoreRequest
 from nvmeswap.swap.params import PartitionedParamSwapper
 from nvmeswap.swap.weights import Weights, names_in_files
 from nvmeswap.zero3 import fsdp
@@ -34,8 +33,6 @@ from nvmeswap.zero3.initialise import (
     refuse_without_initialiser,
 )
 
-# Elements written at a time; where they are converted, two such pieces are in memory besides.
-_PIECE_NUMEL = 1 << 22
 # Freed memory goes back to the system whenever it is so much.
 _RELEASE_NBYTES = 8 << 20
 
@@ -69,7 +66,7 @@ class Materialiser:
     """Gives a sharded model its first values.
 
         materialiser = Materialiser(model, entries, FirstValues())
-        materialiser.write_to(params, timeout_s)
+        materialiser.write_to(params)
         materialiser.values(entry)   # in the order of the entries, some may be left out
         materialiser.finish()
         materialiser.install()       # the model has no meta tensor any more
@@ -90,7 +87,6 @@ class Materialiser:
     ) -> None:
         self._model = model
         self._params: PartitionedParamSwapper | None = None
-        self._timeout_s = 0.0
         self._weights = None if source.weights is None else Weights(source.weights)
         self._resident: list[tuple[Entry, Tensor]] = []  # with its padding
         self._buffers: dict[int, Tensor] = {}
@@ -154,9 +150,9 @@ class Materialiser:
         entry.local = padded[tuple(map(slice, entry.shape))]
         self._resident.append((entry, padded.view(-1)))
 
-    def write_to(self, params: PartitionedParamSwapper, timeout_s: float) -> None:
+    def write_to(self, params: PartitionedParamSwapper) -> None:
         """Where values of swapped entries are written from now on."""
-        self._params, self._timeout_s = params, timeout_s
+        self._params = params
 
     def values(self, entry: Entry) -> Tensor:
         """This rank's part, flat, in the parameter's dtype, valid until a later entry is asked
@@ -205,7 +201,7 @@ class Materialiser:
         for entry in unit.entries:
             flat = self._part(entry, drawn)
             if entry.swapped and self._params is not None:
-                self._write(self._params, entry, flat)
+                self._params.write(entry.key, flat)
             if entry.local is None:
                 self._current[entry.key] = flat
             self._passed.add(entry.key)
@@ -261,17 +257,6 @@ class Materialiser:
     def _read(self, tensor: Tensor, start: int, out: Tensor) -> None:
         assert self._weights is not None
         self._weights.read(self._names[id(tensor)], start, out)
-
-    def _write(self, params: PartitionedParamSwapper, entry: Entry, flat: Tensor) -> None:
-        pending: list[StoreRequest] = []
-        for start in range(0, entry.numel, _PIECE_NUMEL):
-            piece = flat[start : start + _PIECE_NUMEL].to("cpu", entry.store_dtype)
-            following = params.update(entry.key, start, piece)
-            for request in pending:
-                request.wait(self._timeout_s)
-            pending = following
-        for request in pending:
-            request.wait(self._timeout_s)
 
 
 def _refuse_unsharded(model: nn.Module, entries: Sequence[Entry], *, all_of_them: bool) -> None:

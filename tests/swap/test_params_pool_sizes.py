@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nvmeswap.errors import SwapReadError, SwapUsageError
+from nvmeswap.errors import SwapReadError, SwapUsageError, SwapWriteError
 from nvmeswap.swap.params import PartitionedParamSwapper
 from nvmeswap.swap.shard import ShardSpec
 from tests.swap.conftest import Bench
@@ -56,7 +56,7 @@ def test_twelve_layers_with_any_number_of_buffers_run_every_step(
     assert stats.free_count + stats.in_use_count == stats.slot_count
     if max_in_cpu == 10**9:
         assert stats.slot_count == 12
-        assert swapper.stats().hit_count == swapper.stats().fetch_count - 12
+        assert swapper.stats().hit_count == swapper.stats().fetch_count
 
 
 def test_shards_larger_than_a_buffer_are_streamed(bench: Bench) -> None:
@@ -97,6 +97,37 @@ def test_nothing_kept_and_one_slot_reads_every_use_from_the_disk(bench: Bench) -
             assert_fetches(swapper, spec)
         swapper.end_step()
     assert bench.store.stats().read_nbytes - before >= 2 * 4 * 20_000
+
+
+@pytest.mark.parametrize("room", [0, 1, 3])
+def test_what_is_written_stays_as_far_as_there_is_room(bench: Bench, room: int) -> None:
+    """Else the first pass reads what has just been written."""
+    specs = specs_of([10_000] * 3)
+    swapper = bench.params(specs, max_in_cpu=room * 10_000)
+    fill(swapper, specs)
+    assert swapper.stats().cached_nbytes == room * 20_000
+    for spec in specs:
+        assert_fetches(swapper, spec)
+    assert bench.store.stats().read_nbytes == (3 - room) * 20_000
+    for generation in (1, 2):
+        for spec in specs:
+            swapper.write(spec.key, values_of(spec, generation))
+            assert_fetches(swapper, spec, generation)
+
+
+@pytest.mark.parametrize("piece", [1, 2])
+def test_write_that_failed_leaves_nothing_of_itself_in_memory(bench: Bench, piece: int) -> None:
+    """What has not reached the drive must not be taken for the shard."""
+    (spec,) = specs_of([(1 << 22) + 1000])  # two pieces
+    swapper = bench.params([spec], max_in_cpu=10**9)
+    bench.engine.inject(f"write {piece} errno 28")
+    with pytest.raises(SwapWriteError, match=r"params\.swp"):
+        swapper.write(spec.key, values_of(spec))
+    assert swapper.stats().cached_nbytes == 0
+    with pytest.raises(SwapUsageError, match="its last write failed"):
+        swapper.fetch(spec.key, torch.empty(spec.numel, dtype=spec.dtype))
+    swapper.write(spec.key, values_of(spec, 1))
+    assert_fetches(swapper, spec, 1)
 
 
 def test_small_and_empty_shards_stay_in_memory(bench: Bench) -> None:

@@ -39,7 +39,8 @@ def read_requests(bench: Bench) -> int:
 def test_step_reads_just_the_layers_that_do_not_fit(bench: Bench, budget: int) -> None:
     """Memory that is there stays empty while all parameters go to and fro.  field case L02
 
-    A budget of 3 of 8 layers: 5 reads a step.
+    A budget of 3 of 8 layers: 5 reads a step, also in the first: those that were written last may
+    stay.
     """
     swapper = bench.params(LAYERS, buffer_count=1, max_in_cpu=budget * LAYERS[0].numel)
     fill(swapper, LAYERS)
@@ -50,7 +51,7 @@ def test_step_reads_just_the_layers_that_do_not_fit(bench: Bench, budget: int) -
             fetch(swapper, LAYERS, index)
         swapper.end_step()
         reads_by_step.append(read_requests(bench) - before)
-    assert reads_by_step[0] == 8
+    assert reads_by_step[0] <= 8 - budget
     # Reads for the next step's first layers are counted in the step that starts them.
     steady = reads_by_step[2:]
     assert sum(steady) <= len(steady) * (8 - budget), reads_by_step

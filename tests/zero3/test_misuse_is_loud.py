@@ -117,6 +117,7 @@ def test_frozen_parameters_are_never_written_and_read_at_their_use_only(
     program = SmallAdapters()
     settings = config(program, tmp_path)
     settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    settings["zero_optimization"]["offload_param"]["max_in_cpu"] = 0
     model, mesh = sharded(program)
     model, optimizer = nvmeswap.zero3.shard(model, settings, mesh)
     on_nvme = optimizer.swap.stats().store
