@@ -8,7 +8,7 @@ import shutil
 import psutil
 from gpu_raw import RawTraffic
 from gpu_told import Options, detail, figure, note, options, skip
-from gpu_zero3 import pinned_nbytes, place_of
+from gpu_zero3 import PASSES, STEPS, copy_alone_s, place_of, tell_memory, tell_phases, train
 from mlp import BLOCK_PARAMETERS
 
 _STATE_NBYTES = 2 + 10.125  # of a parameter, on NVMe: bf16; the rest of its master, two moments
@@ -16,11 +16,10 @@ _WANTED_NBYTES = 50.5e9
 _SPARE_NBYTES = 3e9  # of the drive
 _HOST_NBYTES = 2  # of a parameter: its gradient
 _HOST_SHARE = 0.5
-_STEPS = 5
 # Parameters when they are built, and two passes a step; states to the drive in each, back in later
 # ones.
-_WRITTEN_NBYTES = 2 + _STEPS * _STATE_NBYTES
-_READ_NBYTES = 2 * _STEPS * 2 + (_STEPS - 1) * _STATE_NBYTES
+_WRITTEN_NBYTES = 2 + STEPS * _STATE_NBYTES
+_READ_NBYTES = 2 * STEPS * 2 + (STEPS - 1) * _STATE_NBYTES
 _START_S = 35.0  # of process and model; arbitrary
 
 
@@ -57,22 +56,17 @@ def main(given: Options) -> None:
     expected_s = foreseen_s(given, parameters)
     detail("expected_s", expected_s)
     if expected_s > given.left_s:
-        skip(f"{_STEPS} steps with {state_gb:.1f} GB of state would take about {expected_s:.0f} s, "
+        skip(f"{STEPS} steps with {state_gb:.1f} GB of state would take about {expected_s:.0f} s, "
              f"and {given.left_s:.0f} are left: give it a call of its own")
-    with place_of(given, blocks).ours({}) as trainer:
-        answers = []
-        for number in range(_STEPS):
-            answers.append(trainer.worker.ask())
-            detail(f"step_{number}", answers[-1])
-            figure(f"large_step_{number}_s", answers[-1]["wall_s"], ours=answers[-1]["wall_s"],
-                   unit="s")
-    moved_gb = (answers[-1]["read_nbytes"] + answers[-1]["write_nbytes"]) / 1e9
+    raw = RawTraffic(given.folder / "raw", given.size(1 << 30, 8 << 20))
+    answers, floors = train(place_of(given, blocks), raw)
+    raw.close()
+    copy_s = copy_alone_s(given, blocks)
+    detail("copy_alone_s", copy_s)
+    tell_phases("large", answers, floors, dict.fromkeys(PASSES, copy_s))
+    tell_memory("large", answers)
     figure("large_state_gb", answers[-1]["nvme_nbytes"] / 1e9,
            target=50.0 if state_gb >= 50.0 else None)
-    figure("large_moved_gb_per_s", moved_gb / answers[-1]["wall_s"])
-    figure("large_rss_gb", max(each["peak_nbytes"] for each in answers) / 1e9)
-    figure("large_pinned_gb", pinned_nbytes(answers) / 1e9)
-    figure("large_gpu_gb", max(each["gpu_peak_nbytes"] for each in answers) / 1e9)
 
 
 if __name__ == "__main__":

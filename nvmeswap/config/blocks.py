@@ -278,14 +278,17 @@ class SwapBlock(Block):
     min_swap_nbytes: ByteCount = Field(
         default=32 << 10,
         ge=0,
-        description="Parameter shards smaller than this stay in host memory.",
+        description=(
+            "Parameter shards smaller than this are not swapped: they stay on the GPU that "
+            "computes, else in host memory. Fetching many takes longer than computing with them."
+        ),
     )
     keep_resident_bytes: ByteCount = Field(
         default=0,
         ge=0,
         description=(
-            "Device memory for shards that are not swapped: those that fit, in the order of the "
-            "parameters. Used before host memory, as that is before the drive."
+            "Device memory for more shards that are not swapped: those that fit, in the order of "
+            "the parameters. Used before host memory, as that is before the drive."
         ),
     )
     overlap_step: bool = Field(

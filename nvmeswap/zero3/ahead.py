@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -25,11 +25,12 @@ class _Copy:
 
 
 class DeviceAhead:
-    """Copies of the next shards of the step's plan, at most `budget_nbytes` at a time.
+    """Copies of the next shards of the step's plan, at most `budget_nbytes` at a time. A batch is
+    copied when half of that is free: to turn to another stream takes as long as to queue a copy.
 
         ahead = DeviceAhead(params, device, budget_nbytes)
         values = ahead.take(key)        # None: it was not copied, or changed since
-        ahead.look_ahead()              # after each use
+        ahead.look_ahead()              # after each use, and when a step is over
 
     Memory is taken on the stream that computes, so what that has freed can be used again; copies
     wait for what it has queued by then, and it for them. On the CPU they are over at once.
@@ -60,33 +61,46 @@ class DeviceAhead:
         if self._step_count != self._params.step_count:
             self._step_count = self._params.step_count
             self._clear()  # the last step's plan was wrong about these
+        if 2 * self._nbytes > self._budget_nbytes:
+            return
+        batch = self._memory_for_next()
+        if not batch:
+            return
+        try:
+            self._copy(batch)
+        except BaseException:  # Ctrl-C: the memory is not to be another's before it is written
+            if self._stream is not None:
+                torch.cuda.current_stream().wait_stream(self._stream)
+            raise
+
+    def _memory_for_next(self) -> dict[str, torch.Tensor]:
+        batch: dict[str, torch.Tensor] = {}
+        nbytes = self._nbytes
         for key in self._params.next_uses():
-            if key in self._copies:
+            if key in self._copies or key in batch:
                 continue
             spec = self._params.spec(key)
-            if self._nbytes + spec.nbytes > self._budget_nbytes or not self._params.is_ready(key):
-                return
+            nbytes += spec.nbytes
+            if nbytes > self._budget_nbytes or not self._params.is_ready(key):
+                break
             values = self._memory_for(spec)
             if values is None:
-                return
-            try:
-                copy = self._copy(key, values)
-                if copy is None:
-                    return
-                self._copies[key] = copy
-            except BaseException:  # Ctrl-C: the memory is not to be another's before it is written
-                if self._stream is not None:
-                    torch.cuda.current_stream().wait_stream(self._stream)
-                raise
-            self._nbytes += spec.nbytes
+                break
+            batch[key] = values
+        return batch
 
-    def _copy(self, key: str, values: torch.Tensor) -> _Copy | None:
+    def _copy(self, batch: Mapping[str, torch.Tensor]) -> None:
+        versions = {}
         with self._copying():
-            version = self._params.copy_ahead(key, values)
-            if version is None:
-                return None
+            for key, values in batch.items():
+                version = self._params.copy_ahead(key, values)
+                if version is None:
+                    break
+                versions[key] = version
             arrived = None if self._stream is None else self._stream.record_event()
-        return _Copy(values, version, arrived)
+        for key, version in versions.items():
+            self._copies[key] = _Copy(batch[key], version, arrived)
+            self._nbytes += batch[key].nbytes
 
     def close(self) -> None:
         """Drop all copies and make no more. May be repeated."""

@@ -51,7 +51,7 @@ def swap_shards(
     zero = settings.zero_optimization
     swaps_params = zero.offload_param.device is not OffloadDevice.NONE
     entries = entries_of(model, swapped=swaps_params)
-    keep_resident(entries, settings.nvmeswap.keep_resident_bytes)
+    keep_resident(entries, settings.nvmeswap, agreement.device)
     with closing(Materialiser(model, entries, values)) as first:
         home = ShardedHome(model, entries, agreement)
         trained = [entry.parameter for entry in entries if entry.parameter.requires_grad]
@@ -69,7 +69,7 @@ def swap_shards(
         try:
             params = _parameter_swapper(settings, entries, space) if swaps_params else None
             home.params = params
-            _give_values(optimizer, _state_swapper(zero, layouts, space), home, first, space)
+            _give_values(optimizer, _state_swapper(zero, layouts, space), home, first)
             home.gradients.use_memory(_gradient_memory(space.pools["gradients"], entries))
             optimizer.swap = ZeroSwap(
                 space=space, params=params, optimizer=optimizer, home=home, agreement=agreement
@@ -80,6 +80,8 @@ def swap_shards(
             optimizer.expects_scaler = settings.fp16.enabled
             first.install()
             _let_go(model, entries, optimizer, home)
+            if params is not None:  # likely the order of the first forward
+                params.expect([entry.key for entry in entries if entry.swapped])
             optimizer.swap.copy_ahead(_groups(model, entries))
         except BaseException:
             space.close()
@@ -95,13 +97,12 @@ def _give_values(
     swapper: PipelinedOptimizerSwapper,
     home: ShardedHome,
     first: Materialiser,
-    space: SwapSpace,
 ) -> None:
     """One pass over the model: its masters ask for values, and what passes by is written."""
     if home.params is None:
         first.finish()  # parameters that stay must be there before their optimizer is
     else:
-        first.write_to(home.params, space.timeout_s)
+        first.write_to(home.params)
     home.first_values = first.values
     optimizer.attach(swapper)
     first.finish()

@@ -36,8 +36,9 @@ from nvmeswap.zero3.wrap import optimizer_of, precision_of
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Parameters that FSDP2 gathers together: the shards' specs in order, elements of all ranks
-    together, bytes of one gathered copy. `is_root`: it stays gathered from forward to backward."""
+    """Parameters that FSDP2 gathers together: the specs of the swapped shards in order, elements of
+    all parameters on all ranks, bytes of one gathered copy. `is_root`: it stays gathered from
+    forward to backward."""
 
     specs: tuple[ShardSpec, ...]
     numel: int
@@ -117,7 +118,7 @@ class Foresight:
             )
             swaps = zero.offload_param.device is not OffloadDevice.NONE
             self._entries = entries_of(model, swapped=swaps)
-            keep_resident(self._entries, settings.nvmeswap.keep_resident_bytes)
+            keep_resident(self._entries, settings.nvmeswap, self._device)
             self._groups = tuple(_groups_of(model, self._entries))
             self._optimizer = self._over(model, settings)
 
@@ -201,7 +202,7 @@ def _groups_of(model: nn.Module, entries: Sequence[Entry]) -> Iterator[Group]:
         if members:
             shapes = [(member, member.parameter.shape.numel()) for member in members]
             yield Group(
-                specs=tuple(member.spec for member in members),
+                specs=tuple(member.spec for member in members if member.swapped),
                 numel=sum(numel for _, numel in shapes),
                 gathered_nbytes=sum(m.compute_dtype.itemsize * numel for m, numel in shapes),
                 is_root=module is model,

@@ -34,6 +34,8 @@ class ShardedHome:
         self.params: PartitionedParamSwapper | None = None
         # While the model is being built: its values, asked for in the order of the entries.
         self.first_values: Callable[[Entry], torch.Tensor] | None = None
+        # A step is over, and what the next pass uses first can be brought to the device.
+        self.before_pass: Callable[[], None] = lambda: None
         self.gradients = HostGradients()
         self.pending_scales: dict[str, torch.Tensor] = {}  # the optimizer's, by clipping
         self._update_device = torch.device("cpu")
@@ -292,6 +294,7 @@ class ShardedHome:
         if self.params is not None:
             self.params.end_step()
         self.drop_gathered()
+        self.before_pass()
 
     @property
     def step_is_lost(self) -> bool:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
+from nvmeswap.config import SwapBlock
 from nvmeswap.stats import PlacementStats, TierStats
 from nvmeswap.swap.optimizer import PipelinedOptimizerSwapper
 from nvmeswap.swap.params import PartitionedParamSwapper
@@ -11,17 +14,25 @@ from nvmeswap.swap.traffic import SubGroup
 from nvmeswap.zero3.entries import Entry
 
 
-def keep_resident(entries: Sequence[Entry], budget_nbytes: int) -> None:
-    """Take those out of the swap, in their order, that fit the budget with their padding.
+def keep_resident(entries: Sequence[Entry], settings: SwapBlock, device: torch.device) -> None:
+    """Take those out of the swap that fit the budget of device memory, in their order; and where
+    the model computes on a GPU, all that are too small for it.
 
-    The padding is FSDP2's, and the same on all ranks: so is the choice.
+    All with FSDP2's padding, which is the same on all ranks: so is the choice.
     """
-    left_nbytes = budget_nbytes
+    left_nbytes = settings.keep_resident_bytes
+    least_nbytes = 0 if device.type == "cpu" else settings.min_swap_nbytes
     for entry in entries:
-        nbytes = entry.padded_shape.numel() * entry.parameter.dtype.itemsize
-        if entry.swapped and nbytes <= left_nbytes:
-            entry.swapped = False
-            entry.store_dtype = entry.parameter.dtype
+        if not entry.swapped:
+            continue
+        numel = entry.padded_shape.numel()
+        nbytes = numel * entry.parameter.dtype.itemsize
+        is_small = numel * entry.store_dtype.itemsize < least_nbytes
+        if not is_small and nbytes > left_nbytes:
+            continue
+        entry.swapped = False
+        entry.store_dtype = entry.parameter.dtype
+        if not is_small:
             left_nbytes -= nbytes
 
 

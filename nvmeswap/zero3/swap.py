@@ -123,11 +123,13 @@ class ZeroSwap:
 
     def copy_ahead(self, groups: Sequence[Sequence[Entry]]) -> None:
         """Where this rank has whole parameters and computes on a GPU, from now on what is needed
-        next is copied there meanwhile: at most as much as the largest of `groups` takes."""
+        next is copied there meanwhile: at most as much as the largest of `groups` takes twice."""
         entries = [entry for group in groups for entry in group if entry.swapped]
         if entries and all(each.is_whole and _device_of(each).type == "cuda" for each in entries):
             largest_nbytes = max(sum(each.spec.nbytes for each in group) for group in groups)
-            self._ahead = DeviceAhead(self._shards, _device_of(entries[0]), largest_nbytes)
+            ahead = DeviceAhead(self._shards, _device_of(entries[0]), 2 * largest_nbytes)
+            self._ahead, self._home.before_pass = ahead, ahead.look_ahead
+            ahead.look_ahead()
 
     def read_shard(self, key: str) -> torch.Tensor:
         """The fp32 master where there is one (what a resident parameter would hold), else the

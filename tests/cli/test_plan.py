@@ -285,15 +285,17 @@ def test_changes_are_better_and_best_first(plan: Plan) -> None:
 HOST = HostRates(update_numel_per_s=1e9, digest_nbytes_per_s=1e15)
 
 
-def footprint(tmp_path: Path, **param: Any) -> Footprint:
-    raw = config()
+def footprint(
+    tmp_path: Path, *, device: str = "cpu", keep_resident_bytes: int = 0, **param: Any
+) -> Footprint:
+    raw = config(keep_resident_bytes=keep_resident_bytes)
     for name in ("offload_param", "offload_optimizer"):
         raw["zero_optimization"][name]["nvme_path"] = str(tmp_path)
     raw["zero_optimization"]["offload_param"].update(param)
     settings = Config.load(raw)
     with torch.device("meta"):
         made = model()
-    return Foresight(made, settings, ranks=1, device="cpu").footprint(settings)
+    return Foresight(made, settings, ranks=1, device=device).footprint(settings)
 
 
 def test_slow_drive_makes_passes_as_long_as_their_reads(tmp_path: Path) -> None:
@@ -316,6 +318,22 @@ def test_what_is_kept_is_read_no_more(tmp_path: Path) -> None:
     passes = play(footprint(tmp_path, max_in_cpu=10**9), drives, HOST, Compute(1.0, 2.0),
                   micro_batches=2, checksums=True)
     assert passes.forward_read_nbytes == passes.backward_read_nbytes == 0
+
+
+def test_what_stays_on_the_gpu_is_neither_read_nor_given_a_slot(tmp_path: Path) -> None:
+    """The small ones always, others by `keep_resident_bytes`."""
+    drives, compute = DriveRates(1e6, 1e6, 1e6), Compute(1.0, 2.0)
+    on_host = footprint(tmp_path)
+    on_gpu = footprint(tmp_path, device="cuda")
+    whole = footprint(tmp_path, keep_resident_bytes=1 << 30)
+    small_nbytes = sum(2 * p.numel() for p in model().parameters() if 2 * p.numel() < 1000)
+    assert on_host.kept_nbytes == small_nbytes > 0
+    assert on_gpu.kept_nbytes == whole.kept_nbytes == 0
+    assert on_gpu.device_nbytes == 2 * small_nbytes  # fp32
+    read = [play(each, drives, HOST, compute, micro_batches=1, checksums=True)
+            for each in (on_host, on_gpu, whole)]
+    assert read[0].forward_read_nbytes == read[1].forward_read_nbytes > 0
+    assert read[2].forward_read_nbytes == read[2].backward_read_nbytes == 0
 
 
 def test_step_is_the_longer_of_moving_and_updating(tmp_path: Path) -> None:

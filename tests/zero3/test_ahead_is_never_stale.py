@@ -64,6 +64,16 @@ def test_all_but_the_first_are_ahead_within_the_budget(params: PartitionedParamS
         params.end_step()
 
 
+def test_before_a_pass_its_first_come_ahead_too(params: PartitionedParamSwapper) -> None:
+    """Nothing computes then that could hide their copies."""
+    ahead = DeviceAhead(params, torch.device("cpu"), 2 * 4 * NUMEL)
+    for _ in range(3):
+        ahead.look_ahead()
+        got = [fetch(params, ahead, key) for key in KEYS]
+        assert got == [(float(n), True) for n in range(len(KEYS))]
+        params.end_step()
+
+
 def test_what_was_updated_meanwhile_is_fetched_anew(params: PartitionedParamSwapper) -> None:
     ahead = DeviceAhead(params, torch.device("cpu"), 1 << 20)
     assert fetch(params, ahead, KEYS[0]) == (0.0, False)

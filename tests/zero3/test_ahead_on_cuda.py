@@ -35,6 +35,7 @@ def test_slow_kernels_and_slow_copies_mix_no_shards_and_nobody_waits(
             params.write(key, torch.full((NUMEL,), float(10 * step + number)))
         torch.cuda.set_sync_debug_mode("error")
         try:
+            ahead.look_ahead()
             seen.append([_use(params, ahead, key, is_slow) for key in KEYS])
         finally:
             torch.cuda.set_sync_debug_mode("default")
