@@ -59,7 +59,8 @@ def main(given: Options) -> None:
         skip(f"{STEPS} steps with {state_gb:.1f} GB of state would take about {expected_s:.0f} s, "
              f"and {given.left_s:.0f} are left: give it a call of its own")
     raw = RawTraffic(given.folder / "raw", given.size(1 << 30, 8 << 20))
-    answers, floors = train(place_of(given, blocks), raw)
+    with place_of(given, blocks).ours({}) as trainer:
+        answers, floors = train(trainer, raw)
     raw.close()
     copy_s = copy_alone_s(given, blocks)
     detail("copy_alone_s", copy_s)

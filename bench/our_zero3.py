@@ -3,6 +3,8 @@
     {"folder": "...", "blocks": 8, "settings": {...}}   builds it; settings are the JSON's blocks;
                                                         "rows" and "trains_on" may be added
     {}                                                  a forward, a backward, a step
+    {"passes": 4}                                       so many of both without a step, the seconds
+                                                        of each
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from answers import answer_requests, forget_peak, memory_nbytes
-from zero3_answers import train_once
+from zero3_answers import time_passes, train_once
 from zero3_model import make_batch, make_model
 
 
@@ -61,6 +63,8 @@ def begin() -> Callable[..., dict[str, Any]]:
             built = memory_nbytes()["peak_nbytes"]
             forget_peak()
             return {"build_peak_nbytes": built}
+        if "passes" in request:
+            return time_passes(lambda: model(x, y), after, optimizer.zero_grad, request["passes"])
         if not hasattr(optimizer, "swap"):  # nothing is offloaded
             return train_once(lambda: model(x, y), after, step)
         stats = optimizer.swap.stats()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,33 @@ def train_once(
         "locked_nbytes": locked_nbytes(), "torch_pinned_nbytes": torch_pinned_nbytes(),
         "gpu_peak_nbytes": torch.cuda.max_memory_allocated() if on_gpu else 0,
     }
+
+
+def time_passes(
+    forward: Callable[[], Any],
+    backward: Callable[[Any], None],
+    zero_grad: Callable[[], None],
+    count: int,
+) -> dict[str, Any]:
+    """`forward_s` and `backward_s` of each."""
+    import torch
+
+    taken: dict[str, list[float]] = {"forward_s": [], "backward_s": []}
+
+    def finish(phase: str, began: float) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        taken[f"{phase}_s"].append(time.perf_counter() - began)
+
+    for _ in range(count):
+        began = time.perf_counter()
+        loss = forward()
+        finish("forward", began)
+        began = time.perf_counter()
+        backward(loss)
+        finish("backward", began)
+        zero_grad()
+    return taken
 
 
 def locked_nbytes() -> int:

@@ -29,8 +29,11 @@ class Plan:
 
     def use(self, key: str) -> None:
         """Record a use, and move behind its place in the plan; a key that the plan does not have
-        from here on leaves the position where it is."""
+        from here on leaves the position where it is. A use after the plan's end is of a pass more
+        than in the last step, or of passes without steps: the plan begins again."""
         self._recording.append(key)
+        if self._position == len(self._order):
+            self._position = 0
         if len(self._recording) > _LONGEST_STEP:
             self.end_step()  # pure inference: there is no optimizer step that would say so
         places = self._places.get(key, [])

@@ -52,9 +52,10 @@ class DeviceAhead:
     def take(self, key: str) -> torch.Tensor | None:
         """A use of the shard: its copy, flat, for the current stream; or None."""
         copy = self._drop(key)
-        if copy is None or not self._params.use_copy(key, copy.version):
+        if copy is None:
+            self._clear()  # what is there was to come first, and might not come at all
             return None
-        return copy.values
+        return copy.values if self._params.use_copy(key, copy.version) else None
 
     def look_ahead(self) -> None:
         """Start to copy the next shards, as far as they are in host memory and the budget goes."""

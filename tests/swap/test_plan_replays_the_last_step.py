@@ -60,6 +60,15 @@ def test_plan_when_an_unplanned_key_is_used_keeps_its_place() -> None:
     assert plan.next_use("unknown") > plan.next_use("a")
 
 
+def test_plan_when_passes_come_without_steps_begins_again() -> None:
+    """Inference, or more micro-batches than in the last step."""
+    plan = replayed(["a", "b", "c"])
+    for _ in range(3):
+        for place, key in enumerate("abc"):
+            plan.use(key)
+            assert list(plan.rest()) == ["a", "b", "c"][place + 1 :]
+
+
 def test_plan_before_the_first_step_knows_nothing() -> None:
     """A first step must not fail for lack of a plan."""
     plan = Plan()

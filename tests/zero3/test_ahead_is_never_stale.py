@@ -83,6 +83,19 @@ def test_what_was_updated_meanwhile_is_fetched_anew(params: PartitionedParamSwap
     assert got == [(1.0, True), (2.0, False), (7.0, False), (4.0, True), (5.0, True)]
 
 
+def test_passes_without_steps_come_ahead_again(params: PartitionedParamSwapper) -> None:
+    """Evaluation after a step of forward and backward: what was copied for a backward that does not
+    come must not fill the budget."""
+    ahead = DeviceAhead(params, torch.device("cpu"), 2 * 4 * NUMEL)
+    for key in [*KEYS, *reversed(KEYS)]:
+        fetch(params, ahead, key)
+    params.end_step()
+    for number in range(4):
+        got = [fetch(params, ahead, key) for key in KEYS]
+        assert [value for value, _ in got] == [float(n) for n in range(len(KEYS))]
+        assert sum(was_ahead for _, was_ahead in got) >= len(KEYS) - 2, number
+
+
 def test_a_wrong_plan_costs_time_only(params: PartitionedParamSwapper) -> None:
     ahead = DeviceAhead(params, torch.device("cpu"), 3 * 4 * NUMEL)
     for order in ([5, 0, 0, 3], [1, 2], [4, 4, 4], [0, 1, 2, 3, 4, 5]):
