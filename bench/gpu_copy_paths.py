@@ -1,6 +1,7 @@
 """Every way on which bytes go between host and GPU, once, small: what gpu_sanitizer.py watches.
 
     gpu_copy_paths.py FOLDER DEVICE
+    gpu_copy_paths.py - DEVICE        torch alone: a layer, forward and backward
 """
 
 from __future__ import annotations
@@ -63,8 +64,17 @@ def train(folder: Path, device: str, update_device: str) -> None:
     optimizer.close()
 
 
+def without_us(device: str) -> None:
+    model = nn.Linear(256, 256, dtype=torch.bfloat16, device=device)
+    rows = torch.ones(3, 256, dtype=torch.bfloat16, device=device)
+    model(rows).float().square().sum().backward()
+
+
 def main() -> None:
     folder, device = Path(sys.argv[1]), sys.argv[2]
+    if sys.argv[1] == "-":
+        without_us(device)
+        return
     for each in (offload, tensors, zero3, tensors_by_gds):
         each(folder, device)
         print(f"{each.__name__}: done", flush=True)

@@ -1,5 +1,5 @@
 """Step `sanitizer`: the copy paths under compute-sanitizer's memcheck, and initcheck if there is
-time."""
+time, beside what that says of torch alone."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ _SCRIPT = Path(__file__).with_name("gpu_copy_paths.py")
 _TOLD_CHARACTERS = 6000
 
 
-def run(command: list[str], given: Options, name: str) -> tuple[str, float]:
+def run(
+    command: list[str], given: Options, name: str, *, without_us: bool = False
+) -> tuple[str, float]:
     """All that it printed; its end is kept in the JSON unless it is clean."""
     folder = given.folder / name
     folder.mkdir()
     began_s = time.monotonic()
-    done = subprocess.run([*command, sys.executable, str(_SCRIPT), str(folder), given.device],
+    done = subprocess.run([*command, sys.executable, str(_SCRIPT),
+                           "-" if without_us else str(folder), given.device],
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     taken_s = time.monotonic() - began_s
     detail(f"{name}_s", taken_s)
@@ -63,6 +66,11 @@ def main(given: Options) -> None:
                    target=0 if name == "memcheck" else None)
             if not finished:
                 figure(f"sanitizer_{name}_finished", 0.0, target=1.0)
+    output, _ = run([tool, "--tool", "initcheck", "--report-api-errors", "no"], given, "torch",
+                    without_us=True)
+    count = error_count(output)
+    if count is not None:
+        figure("sanitizer_initcheck_errors_of_torch_alone", count)
 
 
 if __name__ == "__main__":
