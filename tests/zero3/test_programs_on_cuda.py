@@ -59,9 +59,10 @@ def test_updates_on_the_gpu_equal_resident_training(tmp_path: Path, name: str) -
     assert difference is None
 
 
-# With FSDP2's CPU offload torch takes norms on the host, which rounds otherwise; its GradScaler does
-# not see that a gradient has overflowed there; and a gradient from a loss over the shards meets the
-# reduced one on two threads of autograd: one run in 80 differed from the others (ours never did).
+# With FSDP2's CPU offload torch takes norms on the host, which rounds otherwise; its GradScaler
+# does not see that a gradient has overflowed there; and a gradient from a loss over the shards
+# meets the reduced one on two threads of autograd: one run in 80 differed from the others (ours
+# never did).
 NOT_ON_THE_HOST = {"ClippedByTorch", "ScaledByTorch", "PenaltyOnTheShards"}
 
 
