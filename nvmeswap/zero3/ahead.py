@@ -59,7 +59,7 @@ class DeviceAhead:
         """A use of the shard: its copy, flat, for the current stream; or None."""
         copy = self._drop(key)
         if copy is None:
-            self._clear()  # what is there was to come first, and might not come at all
+            self._clear()  # what is there was to come before this, and might not come at all
             return None
         return copy.values if self._params.use_copy(key, copy.version) else None
 
