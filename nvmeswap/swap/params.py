@@ -227,12 +227,12 @@ class PartitionedParamSwapper:
 
     def write(self, key: str, values: torch.Tensor) -> None:
         """Replace a whole shard by `values` (flat, any dtype and device), a piece at a time; waits
-        for the disk. Where there is room for it, it stays in memory, as after a use."""
+        for the disk. Where there is room for it, it stays in memory, as after a use; after a failed
+        write it does not."""
         with self._lock:
             shard = self._shard(key)
             _same_numel(shard.spec, values.numel(), 0)
             assert values.shape == (shard.spec.numel,), f"{shard.spec} from {values.shape}"
-            was_away = shard.state is ShardState.ON_NVME
             pending: list[StoreRequest] = []
             try:
                 self._make_room(shard)
@@ -246,8 +246,8 @@ class PartitionedParamSwapper:
                 for request in pending:
                     request.wait(self._timeout_s)
             except BaseException:
-                if was_away and shard.state is ShardState.CLEAN:
-                    self._evict(shard)  # there, too, are values that were never written
+                if shard.state is ShardState.CLEAN:  # what is in its slot is no shard, old or new
+                    self._evict(shard)
                 raise
 
     def update(self, key: str, start: int, values: torch.Tensor) -> list[StoreRequest]:

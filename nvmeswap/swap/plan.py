@@ -17,7 +17,8 @@ class Plan:
     """The keys in the order in which the last step used them, and a position in it.
 
     `use(key)` is called at each use, `end_step()` when the step is over. Before the first
-    `end_step()` nothing is known: nothing is upcoming, and every next use is equally far.
+    `end_step()` or `expect()` nothing is known: nothing is upcoming, and every next use is equally
+    far.
     Not thread-safe.
     """
 

@@ -43,7 +43,8 @@ class ShardState(enum.Enum):
 
 
 LEGAL_MOVES: dict[ShardState, frozenset[ShardState]] = {
-    ShardState.ON_NVME: frozenset({ShardState.READING, ShardState.CLEAN}),  # swap_in | never stored
+    # swap_in | never stored, or about to be written whole
+    ShardState.ON_NVME: frozenset({ShardState.READING, ShardState.CLEAN}),
     ShardState.READING: frozenset({ShardState.CLEAN, ShardState.ON_NVME}),  # done | error
     ShardState.CLEAN: frozenset({ShardState.DIRTY, ShardState.ON_NVME}),  # update | evict
     # swap_out | undo | nothing was changed

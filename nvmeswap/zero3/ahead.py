@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,12 @@ class _Copy:
     values: torch.Tensor
     version: int  # of the shard, when it was copied
     arrived: torch.cuda.Event | None
+
+
+def budget_nbytes(groups: Iterable[Sequence[ShardSpec]]) -> int:
+    """What copies ahead may take, of the swapped shards of each group that FSDP2 gathers: the
+    largest group twice, so that the next comes while one is used."""
+    return 2 * max((sum(spec.nbytes for spec in specs) for specs in groups), default=0)
 
 
 class DeviceAhead:
@@ -53,7 +59,7 @@ class DeviceAhead:
         """A use of the shard: its copy, flat, for the current stream; or None."""
         copy = self._drop(key)
         if copy is None:
-            self._clear()  # what is there was to come first, and might not come at all
+            self._clear()  # what is there was to come before this, and might not come at all
             return None
         return copy.values if self._params.use_copy(key, copy.version) else None
 

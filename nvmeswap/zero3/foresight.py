@@ -24,7 +24,7 @@ from nvmeswap.swap.param_placement import ParamPlacement
 from nvmeswap.swap.shard import ShardSpec
 from nvmeswap.swap.space import PoolRequest, shrink
 from nvmeswap.swap.sub_group import SubGroupLayout
-from nvmeswap.zero3 import fsdp
+from nvmeswap.zero3 import ahead, fsdp
 from nvmeswap.zero3.agreement import Agreement
 from nvmeswap.zero3.build import param_placement, pool_requests
 from nvmeswap.zero3.entries import Entry, entries_of
@@ -54,7 +54,7 @@ class Footprint:
     name; `smallest_nbytes`, the least arena that works. `kept_nbytes`: shards too small for NVMe;
     `gradient_nbytes`: gradients in host memory, inside the arena or not (`gradients_in_arena`).
     `swapped`: the sub-groups that are read and written each step. `device_nbytes`: shards that stay
-    on the device.
+    on the device; `ahead_nbytes`: copies of others that one rank makes there ahead of their use.
     """
 
     groups: tuple[Group, ...]
@@ -70,6 +70,7 @@ class Footprint:
     gradient_nbytes: int
     gradients_in_arena: bool
     device_nbytes: int
+    ahead_nbytes: int
     params_file_nbytes: int
     optimizer_file_nbytes: int
 
@@ -85,11 +86,14 @@ class Footprint:
 
     @property
     def device_peak_nbytes(self) -> int:
-        """Two groups gathered (one is used while the next comes), the gradient of one, and what
-        stays there. Activations come on top."""
-        sizes = [group.gathered_nbytes for group in self.groups]
-        pairs = [sum(sizes[first : first + 2]) for first in range(len(sizes))]
-        return self.device_nbytes + max(pairs, default=0) + max(sizes, default=0)
+        """The root gathered, and two more groups (one is used while the next comes) or one and what
+        is copied ahead; the gradient of one; and what stays there. Activations come on top."""
+        root_nbytes = sum(group.gathered_nbytes for group in self.groups if group.is_root)
+        sizes = [group.gathered_nbytes for group in self.groups if not group.is_root]
+        count = 1 if self.ahead_nbytes else 2
+        runs = [sum(sizes[first : first + count]) for first in range(len(sizes))]
+        gathered_nbytes = root_nbytes + max(runs, default=0) + self.ahead_nbytes
+        return self.device_nbytes + gathered_nbytes + max([root_nbytes, *sizes])
 
     def param_slots(self) -> Sequence[SlotClass]:
         """Slots for parameter shards, smallest first."""
@@ -120,6 +124,8 @@ class Foresight:
             self._entries = entries_of(model, swapped=swaps)
             keep_resident(self._entries, settings.nvmeswap, self._device)
             self._groups = tuple(_groups_of(model, self._entries))
+            copies_ahead = ranks == 1 and self._device.type == "cuda"
+            self._ahead_nbytes = _ahead_nbytes(self._groups) if copies_ahead else 0
             self._optimizer = self._over(model, settings)
 
     def _over(self, model: nn.Module, settings: Config) -> ShardedOptimizer:
@@ -179,12 +185,18 @@ class Foresight:
             gradient_nbytes=sum(e.numel * e.parameter.dtype.itemsize for e in trained),
             gradients_in_arena=self._device.type != "cpu",
             device_nbytes=sum(e.numel * e.store_dtype.itemsize for e in entries if not e.swapped),
+            ahead_nbytes=self._ahead_nbytes,
             params_file_nbytes=_file_nbytes([spec.nbytes for spec in on_nvme], alignment_nbytes),
             optimizer_file_nbytes=_file_nbytes(
                 [layout.state_nbytes for layout in swapped], alignment_nbytes
             )
             + (GROWTH_NBYTES if swapped else 0),
         )
+
+
+def _ahead_nbytes(groups: Sequence[Group]) -> int:
+    swapped_nbytes = sum(spec.nbytes for group in groups for spec in group.specs)
+    return min(swapped_nbytes, ahead.budget_nbytes(group.specs for group in groups))
 
 
 def _file_nbytes(sizes: Sequence[int], alignment_nbytes: int) -> int:

@@ -25,7 +25,7 @@ from nvmeswap.swap.states import Source
 from nvmeswap.swap.sub_group import MASTER
 from nvmeswap.zero3 import fsdp
 from nvmeswap.zero3.agreement import Agreement
-from nvmeswap.zero3.ahead import DeviceAhead
+from nvmeswap.zero3.ahead import DeviceAhead, budget_nbytes
 from nvmeswap.zero3.entries import Entry
 from nvmeswap.zero3.home import ShardedHome
 from nvmeswap.zero3.optimizer import ShardedOptimizer
@@ -123,11 +123,13 @@ class ZeroSwap:
 
     def copy_ahead(self, groups: Sequence[Sequence[Entry]]) -> None:
         """Where this rank has whole parameters and computes on a GPU, from now on what is needed
-        next is copied there meanwhile: at most as much as the largest of `groups` takes twice."""
-        entries = [entry for group in groups for entry in group if entry.swapped]
+        next is copied there meanwhile, and when a step is over what the next pass begins with: at
+        most twice what is swapped of the largest of `groups`."""
+        swapped = [[entry for entry in group if entry.swapped] for group in groups]
+        entries = [entry for group in swapped for entry in group]
         if entries and all(each.is_whole and _device_of(each).type == "cuda" for each in entries):
-            largest_nbytes = max(sum(each.spec.nbytes for each in group) for group in groups)
-            ahead = DeviceAhead(self._shards, _device_of(entries[0]), 2 * largest_nbytes)
+            most_nbytes = budget_nbytes([each.spec for each in group] for group in swapped)
+            ahead = DeviceAhead(self._shards, _device_of(entries[0]), most_nbytes)
             self._ahead, self._home.before_pass = ahead, ahead.look_ahead
             ahead.look_ahead()
 

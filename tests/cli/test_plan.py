@@ -286,7 +286,12 @@ HOST = HostRates(update_numel_per_s=1e9, digest_nbytes_per_s=1e15)
 
 
 def footprint(
-    tmp_path: Path, *, device: str = "cpu", keep_resident_bytes: int = 0, **param: Any
+    tmp_path: Path,
+    *,
+    device: str = "cpu",
+    ranks: int = 1,
+    keep_resident_bytes: int = 0,
+    **param: Any,
 ) -> Footprint:
     raw = config(keep_resident_bytes=keep_resident_bytes)
     for name in ("offload_param", "offload_optimizer"):
@@ -295,7 +300,7 @@ def footprint(
     settings = Config.load(raw)
     with torch.device("meta"):
         made = model()
-    return Foresight(made, settings, ranks=1, device=device).footprint(settings)
+    return Foresight(made, settings, ranks=ranks, device=device).footprint(settings)
 
 
 def test_slow_drive_makes_passes_as_long_as_their_reads(tmp_path: Path) -> None:
@@ -334,6 +339,22 @@ def test_what_stays_on_the_gpu_is_neither_read_nor_given_a_slot(tmp_path: Path) 
             for each in (on_host, on_gpu, whole)]
     assert read[0].forward_read_nbytes == read[1].forward_read_nbytes > 0
     assert read[2].forward_read_nbytes == read[2].backward_read_nbytes == 0
+
+
+def test_one_gpu_has_room_for_what_is_copied_ahead(tmp_path: Path) -> None:
+    """It gathers one group at a time, and the next two are there; several ranks gather two."""
+    one = footprint(tmp_path, device="cuda")
+    two = footprint(tmp_path, device="cuda", ranks=2)
+    on_host = footprint(tmp_path)
+    block, small = 2 * 2 * 4 * DIM * DIM, 2 * 5 * DIM  # weights and biases of a block, in bf16
+    root = 2 * (DIM * 10 + 10)
+    assert one.ahead_nbytes == 2 * block
+    assert two.ahead_nbytes == on_host.ahead_nbytes == 0
+    gradient = block + small
+    assert one.device_peak_nbytes - one.device_nbytes == root + 3 * block + small + gradient
+    assert two.device_peak_nbytes - two.device_nbytes == root + 2 * (block + small) + gradient
+    none_swapped = footprint(tmp_path, device="cuda", keep_resident_bytes=1 << 30)
+    assert none_swapped.ahead_nbytes == 0
 
 
 def test_step_is_the_longer_of_moving_and_updating(tmp_path: Path) -> None:

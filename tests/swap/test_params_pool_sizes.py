@@ -130,6 +130,21 @@ def test_write_that_failed_leaves_nothing_of_itself_in_memory(bench: Bench, piec
     assert_fetches(swapper, spec, 1)
 
 
+def test_write_that_failed_leaves_no_mixture_of_a_kept_shard(bench: Bench) -> None:
+    """Its first piece and those under way are new, the rest is old."""
+    (spec,) = specs_of([(2 << 22) + 1000])  # three pieces
+    swapper = bench.params([spec], max_in_cpu=10**9)
+    fill(swapper, [spec])
+    assert swapper.stats().cached_nbytes == spec.nbytes
+    bench.engine.inject("write 1 errno 28")
+    with pytest.raises(SwapWriteError, match=r"params\.swp"):
+        swapper.write(spec.key, values_of(spec, 1))
+    with pytest.raises(SwapUsageError, match="its last write failed"):
+        swapper.fetch(spec.key, torch.empty(spec.numel, dtype=spec.dtype))
+    swapper.write(spec.key, values_of(spec, 2))
+    assert_fetches(swapper, spec, 2)
+
+
 def test_small_and_empty_shards_stay_in_memory(bench: Bench) -> None:
     """Exactly at the limit a shard is swapped; below it, it is not; an empty one has no file.
     field cases O06, N06"""
