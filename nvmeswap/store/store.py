@@ -8,7 +8,7 @@ import errno
 import mmap
 import re
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -100,10 +100,8 @@ class Store:
         self._files: dict[str, SwapFile] = {}
         self._lock = OwnLock()
         self._closed = False
-        self._read_nbytes = 0
-        self._write_nbytes = 0
-        self._verified_nbytes = 0
-        self._reserved_nbytes = 0
+        self._read_nbytes = self._write_nbytes = 0
+        self._verified_nbytes = self._reserved_nbytes = 0
         self._reserve_s = 0.0
 
     # --- places ----------------------------------------------------------------------------------
@@ -118,10 +116,8 @@ class Store:
             self._check_open()
             taken = specs.keys() & self._manifest.entries.keys()
             assert not taken, f"keys are unique over the store: {sorted(taken)}"
-            file_nbytes = sum(
-                padded_nbytes(spec.nbytes, self.alignment_nbytes) for spec in specs.values()
-            )
-            file = self._create(name, file_nbytes)
+            sizes = [padded_nbytes(spec.nbytes, self.alignment_nbytes) for spec in specs.values()]
+            file = self._create(name, sum(sizes))
             self._add_entries(file, specs)
             try:
                 self._save_manifest()
@@ -169,12 +165,19 @@ class Store:
 
     def free(self, key: str) -> None:
         """Forgets the key; its space can be allocated again. Waits for its requests in flight."""
+        self._when_still(key, self._remove_entry)
+
+    def forget_bytes(self, key: str) -> None:
+        """The key was never written: for one that is written anew in parts. Waits, as `free`."""
+        self._when_still(key, lambda key: self._entry(key).written.remove_all())
+
+    def _when_still(self, key: str, change: Callable[[str], None]) -> None:
         while True:
             with self._lock():
                 self._check_open()
                 in_flight = self._entry(key).in_flight
                 if not in_flight:
-                    self._remove_entry(key)
+                    change(key)
                     return
             for request in in_flight:
                 request.settle()
@@ -266,10 +269,7 @@ class Store:
             return
         with self._lock():
             self._closed = True
-            in_flight = [
-                each for entry in self._manifest.entries.values() for each in entry.in_flight
-            ]
-        for request in in_flight:
+        for request in self.in_flight(self._manifest.entries):
             request.settle()
         with self._lock():
             files, self._files = self._files, {}

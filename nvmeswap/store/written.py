@@ -69,6 +69,10 @@ class WrittenRanges:
         self._parts = kept
         self.whole = None
 
+    def remove_all(self) -> None:
+        """Notes that nothing is written."""
+        self.remove(0, self.nbytes)
+
     def covers(self, first_byte: int, end_byte: int) -> bool:
         """Whether every one of these bytes has been written."""
         reached_byte = first_byte

@@ -228,13 +228,16 @@ class PartitionedParamSwapper:
     def write(self, key: str, values: torch.Tensor) -> None:
         """Replace a whole shard by `values` (flat, any dtype and device), a piece at a time; waits
         for the disk. Where there is room for it, it stays in memory, as after a use; after a failed
-        write it does not."""
+        write it does not, and it can't be read before another."""
         with self._lock:
             shard = self._shard(key)
             _same_numel(shard.spec, values.numel(), 0)
             assert values.shape == (shard.spec.numel,), f"{shard.spec} from {values.shape}"
             pending: list[StoreRequest] = []
             try:
+                if shard.ram is None and shard.spec.numel > _PIECE_NUMEL:
+                    assert self._store is not None
+                    self._store.forget_bytes(key)  # or Ctrl-C would leave it old and new
                 self._make_room(shard)
                 for start in range(0, shard.spec.numel, _PIECE_NUMEL):
                     piece = values[start : start + _PIECE_NUMEL].detach()

@@ -22,6 +22,7 @@ class _Copy:
     values: torch.Tensor
     version: int  # of the shard, when it was copied
     arrived: torch.cuda.Event | None
+    stream: torch.cuda.Stream | None  # that the memory was taken on
 
 
 def budget_nbytes(groups: Iterable[Sequence[ShardSpec]]) -> int:
@@ -98,7 +99,7 @@ class DeviceAhead:
 
     def _copy(self, batch: Mapping[str, torch.Tensor]) -> None:
         versions = {}
-        with self._copying():
+        with self._copying() as stream:
             for key, values in batch.items():
                 version = self._params.copy_ahead(key, values)
                 if version is None:
@@ -106,7 +107,7 @@ class DeviceAhead:
                 versions[key] = version
             arrived = None if self._stream is None else self._stream.record_event()
         for key, version in versions.items():
-            self._copies[key] = _Copy(batch[key], version, arrived)
+            self._copies[key] = _Copy(batch[key], version, arrived, stream)
             self._nbytes += batch[key].nbytes
 
     def close(self) -> None:
@@ -138,15 +139,20 @@ class DeviceAhead:
         if copy is not None:
             self._nbytes -= copy.values.nbytes
             if copy.arrived is not None:
-                torch.cuda.current_stream().wait_event(copy.arrived)
+                stream = torch.cuda.current_stream()
+                stream.wait_event(copy.arrived)
+                if stream != copy.stream:
+                    copy.values.record_stream(stream)
         return copy
 
     @contextlib.contextmanager
-    def _copying(self) -> Iterator[None]:
+    def _copying(self) -> Iterator[torch.cuda.Stream | None]:
+        """Gives the stream that computes."""
         if self._stream is None:
-            yield
+            yield None
             return
+        computing = torch.cuda.current_stream()
         # After the allocation: with deterministic algorithms torch fills what it allocates.
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self._stream.wait_stream(computing)
         with torch.cuda.stream(self._stream):
-            yield
+            yield computing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -139,6 +140,31 @@ def test_write_that_failed_leaves_no_mixture_of_a_kept_shard(bench: Bench) -> No
     bench.engine.inject("write 1 errno 28")
     with pytest.raises(SwapWriteError, match=r"params\.swp"):
         swapper.write(spec.key, values_of(spec, 1))
+    with pytest.raises(SwapUsageError, match="its last write failed"):
+        swapper.fetch(spec.key, torch.empty(spec.numel, dtype=spec.dtype))
+    swapper.write(spec.key, values_of(spec, 2))
+    assert_fetches(swapper, spec, 2)
+
+
+class InterruptedInTheMiddle(torch.Tensor):
+    """Ctrl-C comes while its second part is used."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.Tensor.detach and args[0].storage_offset():
+            raise KeyboardInterrupt
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("max_in_cpu", [0, 10**9])
+def test_interrupted_write_is_not_read_as_old_and_new(bench: Bench, max_in_cpu: int) -> None:
+    (spec,) = specs_of([(1 << 22) + 1000])
+    swapper = bench.params([spec], max_in_cpu=max_in_cpu)
+    swapper.write(spec.key, values_of(spec))
+    with pytest.raises(KeyboardInterrupt):
+        swapper.write(spec.key, values_of(spec, 1).as_subclass(InterruptedInTheMiddle))
     with pytest.raises(SwapUsageError, match="its last write failed"):
         swapper.fetch(spec.key, torch.empty(spec.numel, dtype=spec.dtype))
     swapper.write(spec.key, values_of(spec, 2))

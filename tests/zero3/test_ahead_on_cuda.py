@@ -59,3 +59,27 @@ def _use(
     if is_slow == "the kernel":
         torch.cuda._sleep(SLEEP_CYCLES)
     return values * 1
+
+
+def test_values_used_on_another_stream_are_not_overwritten(
+    params: PartitionedParamSwapper,
+) -> None:
+    """`shard()` was called on one stream, and the model is trained on another."""
+    ahead = DeviceAhead(params, torch.device("cuda"), 2 * 4 * NUMEL)
+    other = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    for _ in range(STEPS):
+        ahead.look_ahead()
+        with torch.cuda.stream(other):
+            values = ahead.take(KEYS[0])
+            assert values is not None
+            torch.cuda._sleep(SLEEP_CYCLES)
+            used = values * 1
+            del values
+        poison = [torch.full((NUMEL,), torch.nan, device="cuda") for _ in range(8)]
+        torch.cuda.synchronize()
+        assert used.unique().tolist() == [0.0] and len(poison) == 8
+        for key in KEYS[1:]:
+            params.fetch(key, torch.empty(NUMEL))
+        params.end_step()
+    ahead.close()
