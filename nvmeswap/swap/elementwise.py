@@ -203,6 +203,8 @@ class ElementwiseOptimizer:
             value = after.pop(name, memory)
             if value is not memory:
                 memory.copy_(value)
+            elif scalars is None:  # the class has put off making it
+                memory.zero_()
         late = [n for n, v in after.items() if isinstance(v, Tensor) and v.numel() != 1]
         if late:
             raise SwapUsageError(

@@ -75,11 +75,8 @@ class PartitionedParamSwapper:
         self._lent: ParamShard | None = None
         self._slot_count = 0 if pool is None else pool.stats().slot_count
         self.step_count = 0
-        swapped = {
-            spec.key: TensorSpec(spec.dtype, (spec.numel,), (1,))
-            for spec in specs
-            if placement.swaps(spec)
-        }
+        on_nvme = [spec for spec in specs if placement.swaps(spec)]
+        swapped = {spec.key: TensorSpec(spec.dtype, (spec.numel,), (1,)) for spec in on_nvme}
         # Those on NVMe that slots could have, and none has. (A hint: what counts are their states.)
         self._away = {key for key in swapped if not placement.streams(self._shards[key].spec)}
         if swapped:
@@ -233,25 +230,41 @@ class PartitionedParamSwapper:
             shard = self._shard(key)
             _same_numel(shard.spec, values.numel(), 0)
             assert values.shape == (shard.spec.numel,), f"{shard.spec} from {values.shape}"
-            pending: list[StoreRequest] = []
+            if shard.state is ShardState.READING:
+                with contextlib.suppress(SwapIOError):
+                    self._finish_reading(shard)
+            if shard.state is ShardState.CLEAN:
+                self._evict(shard)
+            if shard.ram is None and shard.spec.numel > _PIECE_NUMEL:
+                assert self._store is not None
+                self._store.forget_bytes(key)  # or Ctrl-C would leave it old and new
+            slot = self._slot_to_stay(shard)  # after Ctrl-C it is nobody's: an orphan of the pool
             try:
-                if shard.ram is None and shard.spec.numel > _PIECE_NUMEL:
-                    assert self._store is not None
-                    self._store.forget_bytes(key)  # or Ctrl-C would leave it old and new
-                self._make_room(shard)
-                for start in range(0, shard.spec.numel, _PIECE_NUMEL):
-                    piece = values[start : start + _PIECE_NUMEL].detach()
-                    host = piece.to(device="cpu", dtype=shard.spec.dtype).contiguous()
-                    following = self.update(key, start, host)
-                    for request in pending:
-                        request.wait(self._timeout_s)
-                    pending = following
-                for request in pending:
-                    request.wait(self._timeout_s)
+                self._write(shard, values.detach(), slot)
             except BaseException:
-                if shard.state is ShardState.CLEAN:  # what is in its slot is no shard, old or new
-                    self._evict(shard)
+                if slot is not None:
+                    slot.release()
                 raise
+            if slot is not None:
+                shard.slot = slot
+                shard.move(ShardState.CLEAN)
+                self._away.discard(key)
+                self._keep(shard)
+
+    def _write(self, shard: ParamShard, values: torch.Tensor, slot: Slot | None) -> None:
+        """To where the shard lives, and to `slot`, which is nobody's yet."""
+        dtype = shard.spec.dtype
+        pending: list[StoreRequest] = []
+        for start in range(0, shard.spec.numel, _PIECE_NUMEL):
+            stop = min(start + _PIECE_NUMEL, shard.spec.numel)
+            host = values[start:stop].to(device="cpu", dtype=dtype).contiguous()
+            if slot is not None:
+                slot.memory[: shard.spec.nbytes].view(dtype)[start:stop].copy_(host)
+            pending, before = self.update(shard.key, start, host), pending
+            for request in before:
+                request.wait(self._timeout_s)
+        for request in pending:
+            request.wait(self._timeout_s)
 
     def update(self, key: str, start: int, values: torch.Tensor) -> list[StoreRequest]:
         """Replace the elements from `start` on by `values` (flat, host, the shard's dtype).
@@ -408,17 +421,12 @@ class PartitionedParamSwapper:
             if shard.state is ShardState.ON_NVME:
                 self._away.add(shard.key)
 
-    def _make_room(self, shard: ParamShard) -> None:
-        """For one that is to be written whole: to CLEAN, its contents undefined, where nobody has
-        to give up a slot for it."""
+    def _slot_to_stay(self, shard: ParamShard) -> Slot | None:
+        """For one that is written whole, where nobody has to give up a slot for it."""
         would_fit = self._kept_numel + shard.spec.numel <= self._placement.max_in_cpu
         if self._pool is None or not would_fit or shard.key not in self._away or shard.slot:
-            return
-        shard.slot = self._pool.try_acquire(shard.spec.nbytes, holder=shard.key)
-        if shard.slot is not None:
-            shard.move(ShardState.CLEAN)
-            self._away.discard(shard.key)
-            self._keep(shard)
+            return None
+        return self._pool.try_acquire(shard.spec.nbytes, holder=shard.key)
 
     def _keep(self, shard: ParamShard) -> None:
         """Keep it after its use if `max_in_cpu` allows; over that, those needed last go first."""

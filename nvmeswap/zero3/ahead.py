@@ -93,7 +93,7 @@ class DeviceAhead:
                 break
             values = self._memory_for(spec)
             if values is None:
-                break
+                return {}
             batch[key] = values
         return batch
 
@@ -135,14 +135,16 @@ class DeviceAhead:
 
     def _drop(self, key: str) -> _Copy | None:
         """Its memory may be used again, on the current stream, once the copy is over."""
-        copy = self._copies.pop(key, None)
-        if copy is not None:
-            self._nbytes -= copy.values.nbytes
-            if copy.arrived is not None:
-                stream = torch.cuda.current_stream()
-                stream.wait_event(copy.arrived)
-                if stream != copy.stream:
-                    copy.values.record_stream(stream)
+        copy = self._copies.get(key)
+        if copy is None:
+            return None
+        if copy.arrived is not None:  # first, or Ctrl-C would free it under the copy
+            stream = torch.cuda.current_stream()
+            stream.wait_event(copy.arrived)
+            if stream != copy.stream:
+                copy.values.record_stream(stream)
+        del self._copies[key]
+        self._nbytes -= copy.values.nbytes
         return copy
 
     @contextlib.contextmanager

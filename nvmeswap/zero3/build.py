@@ -80,9 +80,10 @@ def swap_shards(
             optimizer.expects_scaler = settings.fp16.enabled
             first.install()
             _let_go(model, entries, optimizer, home)
-            if params is not None:  # likely the order of the first forward
-                params.expect([entry.key for entry in entries if entry.swapped])
-            optimizer.swap.copy_ahead(_groups(model, entries))
+            groups = _groups(model, entries)
+            if params is not None:
+                params.expect(_likely_order(groups))
+            optimizer.swap.copy_ahead(groups)
         except BaseException:
             space.close()
             raise
@@ -164,6 +165,12 @@ def _groups(model: nn.Module, entries: Sequence[Entry]) -> list[list[Entry]]:
         [by_record[id(record)] for record in fsdp.params_of(module) if id(record) in by_record]
         for module in fsdp.fsdp_modules(model)
     ]
+
+
+def _likely_order(groups: Sequence[Sequence[Entry]]) -> list[str]:
+    """Of the first step: forward, and backward, for which the root's group stays gathered."""
+    keys = [[entry.key for entry in group if entry.swapped] for group in groups]
+    return [key for group in (*keys, *reversed(keys[1:])) for key in group]
 
 
 def pool_requests(

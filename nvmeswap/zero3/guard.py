@@ -27,6 +27,11 @@ def refuse_other_optimizers(home: ShardedHome) -> None:
     _homes.add(home)
 
 
+def is_trained_here(parameter: torch.Tensor) -> bool:
+    """True for one that an optimizer of this package has, also if it is not swapped."""
+    return any(home.owns(parameter) for home in list(_homes))
+
+
 @cache
 def _look_at_every_step() -> None:
     register_optimizer_step_pre_hook(_refuse_if_not_ours)

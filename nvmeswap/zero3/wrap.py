@@ -27,6 +27,7 @@ from nvmeswap.swap.space import new_run_name
 from nvmeswap.zero3 import fsdp
 from nvmeswap.zero3.agreement import Agreement
 from nvmeswap.zero3.build import swap_shards
+from nvmeswap.zero3.guard import is_trained_here
 from nvmeswap.zero3.materialise import FirstValues, materialise, refuse_different_seeds
 from nvmeswap.zero3.optimizer import ShardedOptimizer
 from nvmeswap.zero3.tensor import SwappedTensor
@@ -140,7 +141,7 @@ def _device_kind(model: nn.Module, mesh: DeviceMesh | None) -> str:
             fix="set requires_grad_(True) on what is to be trained",
         )
     sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
-    if any(isinstance(fsdp.local_tensor(p), SwappedTensor) for p in sharded):
+    if any(isinstance(fsdp.local_tensor(p), SwappedTensor) or is_trained_here(p) for p in sharded):
         raise SwapUsageError("the model is swapped already", fix="call shard() once a model")
     meshes = [mesh] if mesh is not None else [p.device_mesh for p in sharded]
     kinds = [mesh.device_type for mesh in meshes]

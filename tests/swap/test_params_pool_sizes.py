@@ -153,7 +153,7 @@ class InterruptedInTheMiddle(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.Tensor.detach and args[0].storage_offset():
+        if func is torch.Tensor.to and args[0].storage_offset():
             raise KeyboardInterrupt
         return super().__torch_function__(func, types, args, kwargs or {})
 

@@ -100,7 +100,7 @@ class Gpu:
     def empty(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Late:
         fitting = [each for each in self._free if each.numel() == numel]
         plain = fitting[-1] if fitting else torch.empty(numel, dtype=dtype)
-        self._free = [each for each in self._free if each is not plain]
+        self._free[:] = [each for each in self._free if each is not plain]  # they know this list
         self.current.queue(lambda: plain.fill_(torch.nan))
         late = plain.as_subclass(Late)
         late.plain, late.gpu = plain, self

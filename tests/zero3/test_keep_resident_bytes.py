@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import nvmeswap.zero3
+from nvmeswap.errors import SwapUsageError
 from nvmeswap.stats import PlacementStats, TierStats
 from nvmeswap.zero3.tensor import SwappedTensor
 from tests.oracle import Run, first_difference
@@ -123,4 +124,17 @@ def test_run_without_page_locking_locks_nothing(one_rank: None, tmp_path: Path) 
         config = replace(case, extra={"zero_optimization": zero}).config(tmp_path)
         _, optimizer = nvmeswap.zero3.shard(build(case), config)
         assert (optimizer.swap.stats().locked_nbytes > 0) == locks
+        optimizer.close()
+
+
+def test_model_that_is_sharded_is_refused_though_nothing_is_swapped(
+    one_rank: None, tmp_path: Path
+) -> None:
+    """Else two optimizers have states of the same parameters."""
+    settings = Case(extra={"nvmeswap": {"keep_resident_bytes": 1 << 30}}).config(tmp_path)
+    model, optimizer = nvmeswap.zero3.shard(torch.nn.Linear(8, 8), settings)
+    try:
+        with pytest.raises(SwapUsageError, match="already"):
+            nvmeswap.zero3.shard(model, settings)
+    finally:
         optimizer.close()
