@@ -21,6 +21,7 @@ _HOST_SHARE = 0.5
 _WRITTEN_NBYTES = 2 + STEPS * _STATE_NBYTES
 _READ_NBYTES = 2 * STEPS * 2 + (STEPS - 1) * _STATE_NBYTES
 _START_S = 35.0  # of process and model; arbitrary
+_RAW_S = 3.0  # of the drive alone after a step, about
 
 
 def block_count(given: Options) -> int:
@@ -40,7 +41,7 @@ def foreseen_s(given: Options, parameters: int) -> float:
     raw.close()
     shutil.rmtree(given.folder / "raw")
     detail("raw", vars(traffic))
-    return traffic.floor_s / 0.85 + (0 if given.rehearses else _START_S)
+    return traffic.floor_s / 0.85 + (0 if given.rehearses else _START_S + STEPS * _RAW_S)
 
 
 def main(given: Options) -> None:

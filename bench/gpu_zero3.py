@@ -8,6 +8,7 @@ backward is no less than what they take without offload, and than copying the pa
 from __future__ import annotations
 
 import importlib.util
+import math
 import statistics
 import sys
 import time
@@ -65,11 +66,17 @@ def train(trainer: Trainer, raw: RawTraffic) -> tuple[list[Answer], list[Traffic
     return answers, floors
 
 
-def compute_alone(given: Options, place: Place, ours: Trainer, copy_s: float) -> dict[str, float]:
+def compute_alone(
+    given: Options, place: Place, ours: Trainer, losses: Sequence[float], copy_s: float
+) -> dict[str, float]:
     """Forward and backward of the same model without offload, in turn with ours: the medians; and
-    tells the ratios of passes that follow each other."""
+    tells the ratios of passes that follow each other, and whether the first of our losses is
+    right."""
     passes: dict[str, dict[str, list[float]]] = {"ours": {}, "alone": {}}
     with place.ours(NOTHING_OFFLOADED) as alone:
+        first = alone.worker.ask()["loss"]
+        figure("zero3_first_loss_is_right", float(first == losses[0]), target=1.0)
+        figure("zero3_losses_are_finite", float(all(map(math.isfinite, losses))), target=1.0)
         for each in (alone, alone, ours):
             each.worker.ask(passes=1)
         for _ in range(given.size(_ROUNDS, 1)):
@@ -133,6 +140,7 @@ def tell_phases(
             ours=middle(f"{phase}_s"), peer=statistics.median(least), unit="s",
             of="compute, read or copy", target=_PASS_TARGET, at_most=True,
         )
+    figure(f"{step}_shards_fetched", middle("parameter_fetch_count"))
     for phase in PHASES:
         for way in ("read", "write"):
             if gb := middle(f"{phase}_{way}_nbytes") / 1e9:
@@ -190,7 +198,8 @@ def main(given: Options) -> None:
         answers, floors = train(trainer, raw)
         raw.close()
         copy_s = copy_alone_s(given, blocks)
-        alone = compute_alone(given, place, trainer, copy_s)
+        losses = [answer["loss"] for answer in answers]
+        alone = compute_alone(given, place, trainer, losses, copy_s)
     detail("copy_alone_s", copy_s)
     detail("without_offload_s", alone)
     tell_phases("zero3", answers, floors,

@@ -74,6 +74,7 @@ def begin() -> Callable[..., dict[str, Any]]:
             "parameter_stall_s": new.params.stall_s - stats.params.stall_s,
             "optimizer_stall_s": new.optimizer.stall_s - stats.optimizer.stall_s,
             "update_s": new.optimizer.update_s - stats.optimizer.update_s,
+            "parameter_fetch_count": new.params.fetch_count - stats.params.fetch_count,
         }
         state = new.placement.nvme.parameter_nbytes + new.placement.nvme.state_nbytes
         return {**found, **stalls, "arena_nbytes": new.arena_nbytes, "nvme_nbytes": state,
