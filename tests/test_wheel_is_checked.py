@@ -43,6 +43,10 @@ def unpacked(tmp_path: Path) -> Path:
     for name in TOOL["package_files"]():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
+    licences = folder / "nvmeswap-0.1.0.dist-info" / "licenses"
+    licences.mkdir(parents=True)
+    for package in ("libaio", "liburing", "libxxhash"):
+        (licences / f"LICENSE.{package}").touch()
     inside = [link(folder / "nvmeswap.libs" / name)
               for name in ("libaio-1a2b.so.1", "liburing-3c4d.so.2")]
     link(folder / "nvmeswap" / "_native.abi3.so", *inside)
@@ -93,6 +97,13 @@ def test_file_that_is_missing_is_named(faults: Pack, unpacked: Path, name: str) 
 def test_command_that_is_missing_is_named(faults: Pack) -> None:
     told = faults(scripts="[console_scripts]\nnvmeswap = a:main\n")
     assert told == ["the command nvmeswap-bench is missing"]
+
+
+@needs_compiler
+def test_terms_that_are_missing_are_named(faults: Pack, unpacked: Path) -> None:
+    """Whoever hands the wheel on must hand them on, too."""
+    (unpacked / "nvmeswap-0.1.0.dist-info" / "licenses" / "LICENSE.libaio").unlink()
+    assert faults() == ["the terms of libaio-dev are missing"]
 
 
 @needs_compiler

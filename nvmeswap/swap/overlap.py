@@ -34,7 +34,9 @@ class OverlapSettings:
     last of them. `clip_norm`: each parameter's gradient is clipped to this norm on its own, because
     the norm over all of them is known only when it is too late. Learning rates and other options
     are those of the moment when the first gradient is final. Parameters in memory: for one process,
-    because with several ranks gradients would be used before they are reduced.
+    because with several ranks gradients would be used before they are reduced. After an error in
+    backward call `step()`, or load the optimizer's state before the model's: both wait until
+    nothing is being updated.
     """
 
     gradient_accumulation_steps: int = 1
@@ -106,13 +108,20 @@ class BackwardOverlap:
     def refuse_scaled_gradients(self) -> NoReturn:
         """Raise, here and in all that follows: nobody has unscaled before the updates."""
         what = "GradScaler does not go with updates during backward, before it has unscaled"
-        self._optimizer.swapper.tear(what)
+        self._give_up(what)
         raise SwapUsageError(
             what,
             intact="nothing: parameters may have been updated with scaled gradients",
             fix="load the last checkpoint, parameters included; train in bfloat16 without "
             "scaling, or don't overlap",
         )
+
+    def _give_up(self, why: str) -> None:
+        """From here on nothing is updated: not either what a checkpoint is about to be loaded
+        to."""
+        if self._job is not None:
+            self._job.stop()
+        self._optimizer.swapper.tear(why)
 
     def finish(self) -> bool:
         """No more gradients will come: wait for the walk, if there is one (else False); raises
@@ -173,7 +182,7 @@ class BackwardOverlap:
                 return  # there may be more
         if key in self._final or self._pass_count > self._settings.gradient_accumulation_steps:
             what = f"a gradient of shape {tuple(parameter.shape)} came after its update had begun"
-            self._optimizer.swapper.tear(what)
+            self._give_up(what)
             raise SwapUsageError(
                 what,
                 intact="nothing: some parameters have been updated",
