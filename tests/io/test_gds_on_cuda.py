@@ -269,7 +269,7 @@ def test_space_uses_what_the_probe_has_found(tmp_path: Path) -> None:
         warnings.simplefilter("always")
         space = SwapSpace(Placement((tmp_path,), "run"), {}, swap=SwapBlock(),
                           aio=AioConfig(use_gds=True), pin_memory=True)
-    assert space.uses_gds == (found.mode is not None)
+    assert space.uses_gds == (found.mode is not None), [str(each.message) for each in told]
     assert space.engine is not None
     assert (space.engine.backend == "gds") == space.uses_gds
     assert sum("use_gds" in str(each.message) for each in told) == (not space.uses_gds)
