@@ -50,7 +50,8 @@ def main(given: Options) -> None:
             errors.append(line.rstrip()[:300])
         print(line, end="", file=sys.stderr)
         outcome, name = _OUTCOME.search(line), _NAME.search(line)
-        if outcome is None or name is None or " - " in line:  # the summary has them again
+        is_summary = line.startswith(("FAILED ", "ERROR "))  # which has them again
+        if outcome is None or name is None or is_summary:
             continue
         outcomes[outcome[1]] += 1
         if time.monotonic() > told_s + _TELL_EVERY_S:
