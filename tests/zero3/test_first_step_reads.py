@@ -9,12 +9,7 @@ import torch
 
 import nvmeswap.zero3
 from tests.zero3.cases import Case
-from tests.zero3.programs import DIM, Program, Stack, config, sharded
-
-
-class Deep(Program):
-    def build(self) -> Stack:
-        return Stack(12)
+from tests.zero3.programs import DIM, Stack
 
 
 @pytest.mark.parametrize("buffer_count", [2, 5])
@@ -22,12 +17,8 @@ def test_first_step_reads_each_shard_once_a_pass(
     one_rank: None, tmp_path: Path, buffer_count: int
 ) -> None:
     """Backward must not read ahead what it does not need next, and then throw it away."""
-    program = Deep()
-    settings = config(program, tmp_path, buffer_count)
-    settings["zero_optimization"]["offload_param"]["max_in_cpu"] = 0
-    settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-    model, mesh = sharded(program)
-    model, optimizer = nvmeswap.zero3.shard(model, settings, mesh)
+    settings = Case(optimizer="cpu", buffer_count=buffer_count).config(tmp_path)
+    model, optimizer = nvmeswap.zero3.shard(Stack(12), settings)
     model(torch.ones(4, DIM)).square().sum().backward()
     read_nbytes = optimizer.swap.stats().store.read_nbytes
     optimizer.close()
