@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from nvmeswap.errors import SwapUsageError
-from nvmeswap.swap.fused import BLANK, KERNELS
+from nvmeswap.swap.fused import FIRST_SCALARS, KERNELS
 from nvmeswap.swap.proof import PROOF_SHAPE, Proof, Proved, blank, random_state_left, refuse
 
 _CPU = torch.device("cpu")
@@ -170,15 +170,15 @@ class ElementwiseOptimizer:
         options: dict[str, Any],
         on_device: Collection[str],
     ) -> dict[str, Any]:
-        kernel, blank_scalars = self._kernel, BLANK.get(self._class)
+        kernel, first_scalars = self._kernel, FIRST_SCALARS.get(self._class)
         if (
             kernel is not None
-            and (scalars is not None or blank_scalars is not None)
+            and (scalars is not None or first_scalars is not None)
             and options.get("fused")
             and not isinstance(options["lr"], Tensor)
         ):
-            if scalars is None and blank_scalars is not None:
-                scalars = blank_scalars()
+            if scalars is None and first_scalars is not None:
+                scalars = first_scalars()
                 for state in states.values():
                     state.zero_()
             assert scalars is not None

@@ -1,9 +1,9 @@
 """The fused kernels of torch's own optimizers, called without the Python around them.
 
 On pieces that fit a cache that Python takes longer than the update. Each function makes a later
-step (there is a state already) as its class does with `fused=True`, and a first one where `BLANK`
-has the class; `ElementwiseOptimizer` proves that against the class, bit for bit, and does without
-where it is not so.
+step (there is a state already) as its class does with `fused=True`, and a first one where
+`FIRST_SCALARS` has the class; `ElementwiseOptimizer` proves that against the class, bit for bit,
+and does without where it is not so.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _adagrad(
     return {"step": count}
 
 
-BLANK: Mapping[type[torch.optim.Optimizer], Callable[[], dict[str, Any]]] = {
+FIRST_SCALARS: Mapping[type[torch.optim.Optimizer], Callable[[], dict[str, Any]]] = {
     each: lambda: {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
     for each in (torch.optim.Adam, torch.optim.AdamW)
 }

@@ -117,11 +117,11 @@ class BackwardOverlap:
         )
 
     def _give_up(self, why: str) -> None:
-        """From here on nothing is updated: not either what a checkpoint is about to be loaded
-        to."""
+        """From here on all is refused, and on return nothing is being updated: a checkpoint can be
+        loaded."""
+        self._optimizer.swapper.tear(why)  # first: also if Ctrl-C ends the wait
         if self._job is not None:
             self._job.stop()
-        self._optimizer.swapper.tear(why)
 
     def finish(self) -> bool:
         """No more gradients will come: wait for the walk, if there is one (else False); raises

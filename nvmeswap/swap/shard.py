@@ -43,7 +43,7 @@ class ShardState(enum.Enum):
 
 
 LEGAL_MOVES: dict[ShardState, frozenset[ShardState]] = {
-    # swap_in | never stored, or about to be written whole
+    # swap_in | never stored, or just written whole
     ShardState.ON_NVME: frozenset({ShardState.READING, ShardState.CLEAN}),
     ShardState.READING: frozenset({ShardState.CLEAN, ShardState.ON_NVME}),  # done | error
     ShardState.CLEAN: frozenset({ShardState.DIRTY, ShardState.ON_NVME}),  # update | evict

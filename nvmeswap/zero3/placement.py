@@ -23,17 +23,13 @@ def keep_resident(entries: Sequence[Entry], settings: SwapBlock, device: torch.d
     left_nbytes = settings.keep_resident_bytes
     least_nbytes = 0 if device.type == "cpu" else settings.min_swap_nbytes
     for entry in entries:
-        if not entry.swapped:
-            continue
         numel = entry.padded_shape.numel()
         nbytes = numel * entry.parameter.dtype.itemsize
         is_small = numel * entry.store_dtype.itemsize < least_nbytes
-        if not is_small and nbytes > left_nbytes:
-            continue
-        entry.swapped = False
-        entry.store_dtype = entry.parameter.dtype
-        if not is_small:
-            left_nbytes -= nbytes
+        if entry.swapped and (is_small or nbytes <= left_nbytes):
+            entry.swapped = False
+            entry.store_dtype = entry.parameter.dtype
+            left_nbytes -= 0 if is_small else nbytes
 
 
 def placement_of(

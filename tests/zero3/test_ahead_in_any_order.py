@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nvmeswap.swap import shard
+from nvmeswap.swap.params import PartitionedParamSwapper
 from nvmeswap.zero3 import ahead as under_test
 from nvmeswap.zero3.ahead import DeviceAhead
 from tests.zero3.late_streams import Gpu, Late
@@ -67,11 +68,14 @@ def test_each_use_reads_its_own_values(
     assert all(bool(each.isnan().all()) for each in noise)
 
 
-def _use(gpu: Gpu, params: object, ahead: DeviceAhead, key: str, seen: list[torch.Tensor]) -> None:
+def _use(
+    gpu: Gpu, params: PartitionedParamSwapper, ahead: DeviceAhead, key: str,
+    seen: list[torch.Tensor],
+) -> None:
     values = ahead.take(key)
     if values is None:
         values = gpu.empty(NUMEL, dtype=torch.float32, device=CUDA)
-        params.fetch(key, values)  # type: ignore[attr-defined]
+        params.fetch(key, values)
     ahead.look_ahead()
     assert isinstance(values, Late)
     gpu.read(values, seen)
